@@ -15,7 +15,7 @@ from sqlalchemy.orm import Session
 
 from deploy.engine.reconcile import NOT_ASKED, EngineView
 from deploy.examiner import TO_DO, Examiner
-from deploy.funnel import Funnel, groups_by_status, read_pile_up, said, to_do
+from deploy.funnel import Funnel, groups_by_status, pile_words, read_pile_up, to_do
 from deploy.outside.telling import read_states
 from deploy.records import LEARNER_AWAY_S, Canary, nobody_has, short
 from deploy.registry import canaries, flags, tallies
@@ -309,7 +309,7 @@ def _of_records(
             kind="selection",
             state="look",
             code="pile_up",
-            message=said(pile),
+            message=pile_words(pile),
             to_do=to_do(pile.where),
             data={"where": pile.where},
         )

@@ -230,7 +230,7 @@ ACTOR = "sidecar forget"
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class TargetExchange:
     """An exchange of the target."""
 
     seq: int
@@ -258,7 +258,7 @@ _FOUND = (
 _REHEARSED = ExchangeRow.origin == "rehearsal"
 
 
-def exchanges_of(database: Database, target: Target) -> Iterator[list[Found]]:
+def exchanges_of(database: Database, target: Target) -> Iterator[list[TargetExchange]]:
     """Yield the exchanges of a target in pages, the oldest first, each page with the rehearsals of
     what begins there. Reads through the table, without the write lock."""
     after = 0
@@ -273,18 +273,18 @@ def exchanges_of(database: Database, target: Target) -> Iterator[list[Found]]:
         if not rows:
             return
         after = rows[-1].seq
-        found = [Found(*one) for one in rows]
+        found = [TargetExchange(*one) for one in rows]
         yield found
         yield from _rehearsals_of(database, [one.exchange_id for one in found])
 
 
-def _rehearsals_of(database: Database, tasks: Sequence[str]) -> Iterator[list[Found]]:
+def _rehearsals_of(database: Database, tasks: Sequence[str]) -> Iterator[list[TargetExchange]]:
     """Yield the exchanges of rehearsals of tasks that begin with these exchanges, in pages."""
     with database.read() as session:
         rows = session.execute(
             select(*_FOUND).where(text(IN_TASK), _REHEARSED, ExchangeRow.task.in_(tasks))
         ).all()
-    for page in _pages([Found(*one) for one in rows]):
+    for page in _pages([TargetExchange(*one) for one in rows]):
         yield list(page)
 
 
@@ -442,7 +442,7 @@ def remove_dead_letters(database: Database, wanted: Callable[[bytes], bool]) -> 
     return removed
 
 
-def own_names(database: Database, target: Target, found: Collection[Found]) -> set[str]:
+def own_names(database: Database, target: Target, found: Collection[TargetExchange]) -> set[str]:
     """Return the sessions and traces of these exchanges in which nobody else spoke."""
     sessions = sorted({one.session_id for one in found if one.session_id})
     traces = sorted({one.trace_id for one in found if one.trace_id})

@@ -345,7 +345,7 @@ def read_pile_up(
     )
 
 
-def said(pile: PileUp) -> str:
+def pile_words(pile: PileUp) -> str:
     """Say what is seen, without a full stop. Pure."""
     parts = [
         f"{number:,} for {WAITS_FOR[name]}"

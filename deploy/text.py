@@ -116,7 +116,7 @@ def table_lines(
     return lines
 
 
-def found_lines(found: Mapping[str, Any], now: float) -> list[str]:
+def record_lines(found: Mapping[str, Any], now: float) -> list[str]:
     """Return the text of one record or of a listing. now: Unix seconds. Pure."""
     if "items" not in found:
         return _lines(found, now)

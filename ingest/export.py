@@ -18,17 +18,17 @@ from typing import Any
 
 import msgspec
 
-from ingest.feedback.store import Told
+from ingest.feedback.store import Annotations
 from ingest.records import Answer, ScoredGroup
 from ingest.store.exchanges import StoredExchange
 from sidecar.records import IMPORTED, Choice
 
 Object = dict[str, Any]
 """A JSON object. Any: JSON."""
-NOTHING = Told()
+NOTHING = Annotations()
 
 
-def exchange_object(stored: StoredExchange, told: Told = NOTHING) -> Object:
+def exchange_object(stored: StoredExchange, notes: Annotations = NOTHING) -> Object:
     """The whole record, with bodies as JSON and without token ids (their number instead)."""
     exchange = stored.exchange
     return {
@@ -59,13 +59,13 @@ def exchange_object(stored: StoredExchange, told: Told = NOTHING) -> Object:
         "timings": msgspec.to_builtins(exchange.timings),
         "prompt_tokens": len(exchange.prompt_token_ids),
         "completion_tokens": exchange.completion_tokens,
-        **told.objects(),
+        **notes.objects(),
         "request": _json(exchange.request),
         "answers": [_choice(choice) for choice in exchange.choices],
     }
 
 
-def prompt_completion(stored: StoredExchange, told: Told = NOTHING) -> Object | None:
+def prompt_completion(stored: StoredExchange, notes: Annotations = NOTHING) -> Object | None:
     """TRL's "prompt-completion": what was asked, and the answer that the agent got.
 
     None: the exchange is no chat, has no complete answer, or another model's.
@@ -77,10 +77,10 @@ def prompt_completion(stored: StoredExchange, told: Told = NOTHING) -> Object | 
     if exchange.surface != "chat" or not complete or answer is None or exchange.origin == IMPORTED:
         return None
     completion = [_trl_message(_json(answer.message))]
-    return _trl_row(request, {"completion": completion, **told.summary()})
+    return _trl_row(request, {"completion": completion, **notes.summary()})
 
 
-def preference(scored: ScoredGroup, told: Told = NOTHING) -> Object | None:
+def preference(scored: ScoredGroup, notes: Annotations = NOTHING) -> Object | None:
     """TRL's "preference": the best and the worst answer of a group by their rewards; None when they
     tie."""
     by_score = sorted(
@@ -96,12 +96,12 @@ def preference(scored: ScoredGroup, told: Told = NOTHING) -> Object | None:
             "rejected": [_trl_message(_json(worst.message))],
             "score_chosen": high,
             "score_rejected": low,
-            **told.summary(),
+            **notes.summary(),
         },
     )
 
 
-def art_group(scored: ScoredGroup, told: Told = NOTHING) -> Object | None:
+def art_group(scored: ScoredGroup, notes: Annotations = NOTHING) -> Object | None:
     """ART's trajectory group; None when the request has no messages."""
     request = _json(scored.group.request)
     messages = request.get("messages") if isinstance(request, dict) else None
@@ -119,7 +119,7 @@ def art_group(scored: ScoredGroup, told: Told = NOTHING) -> Object | None:
                     "adapter": scored.group.adapter,
                     "origin": answer.origin,
                     "judge_model": scored.judge_model,
-                    **(_metadata(told) if answer.origin == "served" else {}),
+                    **(_metadata(notes) if answer.origin == "served" else {}),
                 },
                 "messages_and_choices": [*messages, _choice(answer)],
                 "tools": request.get("tools"),
@@ -143,9 +143,9 @@ def _metrics(scored: ScoredGroup, place: int) -> Object:
     return found
 
 
-def _metadata(told: Told) -> Object:
+def _metadata(notes: Annotations) -> Object:
     """The summary as plain values, which is all that ART's metadata takes; without nulls."""
-    found = told.summary()
+    found = notes.summary()
     found["signals"] = ",".join(found["signals"])
     return {name: value for name, value in found.items() if value not in (None, "")}
 

@@ -190,7 +190,7 @@ def shown_trajectory(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, An
     return made
 
 
-def looks(shown: Mapping[str, Any]) -> str:
+def appearance(shown: Mapping[str, Any]) -> str:
     """Return a text that is equal for messages that look the same to the judge, or differ only in
     how the JSON of a tool call's arguments is written.
 

@@ -51,7 +51,7 @@ class Ended:
 
 
 @dataclass(slots=True)
-class Told:
+class History:
     """What both arms did so far, for rules that are compared with the product's."""
 
     canary: int = 0
@@ -68,10 +68,10 @@ class Told:
             self.champion, self.champion_bad = self.champion + 1, self.champion_bad + failed
 
 
-Watch = Callable[[Told], None]
+Watch = Callable[[History], None]
 
 
-def nobody(_: Told) -> None:
+def nobody(_: History) -> None:
     """Watch nothing."""
 
 
@@ -82,7 +82,7 @@ def play(world: World, rules: CanarySettings, *, seed: int, watch: Watch = nobod
     """
     rng = random.Random(seed)
     scores = differences(world, rng)
-    limits, live, told = limits_of(rules), Live(ratios_of()), Told()
+    limits, live, history = limits_of(rules), Live(ratios_of()), History()
     quality, claims = Quality(), frozenset[str]()
     canary = begun_canary(steps=rules.steps, number=seed)
 
@@ -93,13 +93,13 @@ def play(world: World, rules: CanarySettings, *, seed: int, watch: Watch = nobod
         quality = quality_of([one], limits, anchored=anchored, start=quality)
         claims |= proven(quality, rules)
         if one.difference is not None:
-            told.scores.append(one.difference)
+            history.scores.append(one.difference)
 
     now = 0.0
     while canary.phase == "gating":
         judge()
-        watch(told)
-        canary = _decided(canary, _gate(quality, told, rules), rules, now)
+        watch(history)
+        canary = _decided(canary, _gate(quality, history, rules), rules, now)
     due = [(one.at, place, one) for place, one in enumerate(sessions(world, rng))]
     heapq.heapify(due)
     order, place = InOrder(rules.turn_wait_s), len(due)
@@ -126,17 +126,17 @@ def play(world: World, rules: CanarySettings, *, seed: int, watch: Watch = nobod
                 then = ends + world.turn_gap_s
                 following = replace(request, at=then, turns=request.turns - 1)
                 heapq.heappush(due, (then, place, following))
-            told.reply(reply)
+            history.reply(reply)
             if reply.canary:
                 seen += 1
                 units.add(request.key)
         live.read(order.take(now))
         while quality.groups + quality.unknown < judged + rules.groups_per_hour * now / 3_600.0:
             judge()
-        watch(told)
+        watch(history)
         evidence = RampEvidence(
             candidate=ArmCounts(replies=seen, errors=0, short=0),
-            champion=ArmCounts(replies=told.champion, errors=0, short=0),
+            champion=ArmCounts(replies=history.champion, errors=0, short=0),
             sessions=len(units),
             guards=live.guards,
             mismatch=live.mismatch,
@@ -179,8 +179,8 @@ def _excess(world: World, rng: random.Random) -> float:
     return (sum(flawed[:2]) - sum(flawed[2:])) / 2.0
 
 
-def _gate(quality: Quality, told: Told, rules: CanarySettings) -> GateEvidence:
-    made = [Comparison(difference=one) for one in told.scores]
+def _gate(quality: Quality, history: History, rules: CanarySettings) -> GateEvidence:
+    made = [Comparison(difference=one) for one in history.scores]
     quick = made if rules.promote_on == "quick" else made[:1]  # only the quick rule reads it
     return GateEvidence(
         prompts=DOUBTED * rules.gate_prompts,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from benchmarks.canary.play import Told
+from benchmarks.canary.play import History
 
 ONE_SIDED = 1.645
 """Standard normal quantile of a one-sided test at 5%."""
@@ -26,20 +26,20 @@ class Peeking:
         self._total = 0.0
         self._squares = 0.0
 
-    def __call__(self, told: Told) -> None:
-        for score in told.scores[self._count :]:
+    def __call__(self, history: History) -> None:
+        for score in history.scores[self._count :]:
             self._total, self._squares = self._total + score, self._squares + score * score
-        self._count = len(told.scores)
+        self._count = len(history.scores)
         if self._count >= FEWEST:
             mean = self._total / self._count
             variance = max(1e-9, self._squares / self._count - mean * mean)
             score = mean / math.sqrt(variance / self._count)
             self.promotes |= score > ONE_SIDED
             self.rolls_back |= score < -ONE_SIDED
-        if min(told.canary, told.champion) >= FEWEST:
-            both = (told.canary_bad + told.champion_bad) / (told.canary + told.champion)
-            spread = both * (1 - both) * (1 / told.canary + 1 / told.champion)
-            apart = told.canary_bad / told.canary - told.champion_bad / told.champion
+        if min(history.canary, history.champion) >= FEWEST:
+            both = (history.canary_bad + history.champion_bad) / (history.canary + history.champion)
+            spread = both * (1 - both) * (1 / history.canary + 1 / history.champion)
+            apart = history.canary_bad / history.canary - history.champion_bad / history.champion
             self.rolls_back |= spread > 0 and apart / math.sqrt(spread) > ONE_SIDED
 
 
@@ -51,9 +51,9 @@ class Shares:
         self._excess = excess
         self._fewest = fewest
 
-    def __call__(self, told: Told) -> None:
-        if told.canary >= self._fewest and told.champion:
-            apart = told.canary_bad / told.canary - told.champion_bad / told.champion
+    def __call__(self, history: History) -> None:
+        if history.canary >= self._fewest and history.champion:
+            apart = history.canary_bad / history.canary - history.champion_bad / history.champion
             self.rolls_back |= apart > self._excess
 
 

@@ -23,7 +23,7 @@ import structlog
 
 from benchmarks import results
 from benchmarks.canary import breaker, limits, ratchet, small
-from benchmarks.canary.play import Ended, Told, compared, play
+from benchmarks.canary.play import Ended, History, compared, play
 from benchmarks.canary.rivals import Peeking, Shares, asymptotic_half_width
 from benchmarks.canary.traffic import World, differences
 from benchmarks.results import Target, at_least, at_most
@@ -65,9 +65,9 @@ def equal_canary(world: World, rules: CanarySettings, seed: int) -> tuple[Ended,
     """Play one canary beside the rules that look for nothing."""
     peeking, shares = Peeking(), Shares()
 
-    def watch(told: Told) -> None:
-        peeking(told)
-        shares(told)
+    def watch(history: History) -> None:
+        peeking(history)
+        shares(history)
 
     ended = play(world, rules, seed=seed, watch=watch)
     return ended, peeking.promotes, peeking.rolls_back, shares.rolls_back

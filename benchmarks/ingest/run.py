@@ -43,7 +43,7 @@ SMALLER = 5.0
 
 
 @dataclass(slots=True)
-class Found:
+class Findings:
     """What was measured so far."""
 
     rows: list[Json] = field(default_factory=list)
@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
     parent = options.folder or BENCH
     parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="ingest-", dir=parent))
-    found = Found()
+    found = Findings()
     try:
         for name in options.part or PARTS:
             print(f"  {name}", file=sys.stderr)
@@ -101,7 +101,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _throughput(folder: Path, options: argparse.Namespace, found: Found) -> None:
+def _throughput(folder: Path, options: argparse.Namespace, found: Findings) -> None:
     folder.mkdir()
     contenders = {OURS: throughput.AT_ONCE, LATER: throughput.LATER}
     if options.before:
@@ -130,17 +130,17 @@ def _throughput(folder: Path, options: argparse.Namespace, found: Found) -> None
     found.rows += medians
 
 
-def _memory(folder: Path, options: argparse.Namespace, found: Found) -> None:
+def _memory(folder: Path, options: argparse.Namespace, found: Findings) -> None:
     many = memory.flat(folder, records=options.many)
     found.rows.append(many)
     found.targets.append(at_most("memory: growth in the last fifth", many["growth"], GROWTH))
 
 
-def _rebuild(folder: Path, options: argparse.Namespace, found: Found) -> None:
+def _rebuild(folder: Path, options: argparse.Namespace, found: Findings) -> None:
     found.rows.append(memory.rebuild(folder, stored=options.stored))
 
 
-def _long(folder: Path, options: argparse.Namespace, found: Found) -> None:
+def _long(folder: Path, options: argparse.Namespace, found: Findings) -> None:
     row = memory.long_prompts(folder, records=options.long)
     found.rows.append(row)
     grown = row["peak_mb"] - row["idle_mb"]
@@ -152,13 +152,13 @@ def _long(folder: Path, options: argparse.Namespace, found: Found) -> None:
         found.rows.append({**before, "what": f"before: {before['what']}"})
 
 
-def _latency(folder: Path, options: argparse.Namespace, found: Found) -> None:
+def _latency(folder: Path, options: argparse.Namespace, found: Findings) -> None:
     row = live.latency(folder, rate=200.0, seconds=options.seconds)
     found.rows.append(row)
     found.targets.append(at_most("from reply to queryable at 200/s: p99", row["p99_s"], LATENCY_S))
 
 
-def _kills(folder: Path, options: argparse.Namespace, found: Found) -> None:
+def _kills(folder: Path, options: argparse.Namespace, found: Findings) -> None:
     _nothing_lost(live.kills(folder, times=options.kills, rate=200.0), found)
     servers_folder = folder / "servers"
     servers_folder.mkdir()
@@ -173,11 +173,11 @@ def _kills(folder: Path, options: argparse.Namespace, found: Found) -> None:
             _nothing_lost(row, found)
 
 
-def _disk(folder: Path, options: argparse.Namespace, found: Found) -> None:
+def _disk(folder: Path, options: argparse.Namespace, found: Findings) -> None:
     _nothing_lost(live.full_disk(folder, rate=200.0), found)
 
 
-def _sizes(folder: Path, options: argparse.Namespace, found: Found) -> None:
+def _sizes(folder: Path, options: argparse.Namespace, found: Findings) -> None:
     folder.mkdir()
     try:
         pairs = list(sizes.measure(folder, BENCH / "data", requests=options.requests))
@@ -196,13 +196,13 @@ def _sizes(folder: Path, options: argparse.Namespace, found: Found) -> None:
         ]
 
 
-def _nothing_lost(row: Json, found: Found) -> None:
+def _nothing_lost(row: Json, found: Findings) -> None:
     found.rows.append(row)
     for what in ("lost", "doubled", "undecided"):
         found.targets.append(at_most(f"{row['what']}: {what}", row[what], 0))
 
 
-PARTS: Mapping[str, Callable[[Path, argparse.Namespace, Found], None]] = {
+PARTS: Mapping[str, Callable[[Path, argparse.Namespace, Findings], None]] = {
     "throughput": _throughput,
     "latency": _latency,
     "long": _long,

@@ -23,14 +23,14 @@ BETTER, AS_GOOD, WORSE = "better", "as good", "worse"
 
 
 @dataclass(slots=True)
-class Found:
+class Findings:
     """What was measured so far."""
 
     rows: list[Row] = field(default_factory=list)
     targets: list[Target] = field(default_factory=list)
 
 
-def rank(folder: Path, *, count: int, seed: str, only: Sequence[str], found: Found) -> None:
+def rank(folder: Path, *, count: int, seed: str, only: Sequence[str], found: Findings) -> None:
     """Rank agreement with the truth, unusable and wrong groups, and tokens, by condition."""
     names = [name for name in conditions.CONDITIONS if not only or name in only]
     work = {
@@ -57,7 +57,7 @@ def rank(folder: Path, *, count: int, seed: str, only: Sequence[str], found: Fou
             )
 
 
-def inject(folder: Path, *, each: int, seed: str, found: Found) -> None:
+def inject(folder: Path, *, each: int, seed: str, found: Findings) -> None:
     """Answers that try to raise their own score, before judges that can be fooled."""
     made = injections.attacked(each, seed)
     pleading = injections.attacked(each, f"{seed} plea", [injections.PLEA])

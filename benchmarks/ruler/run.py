@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks import results
 from benchmarks.results import at_least, at_most
 from benchmarks.ruler import conditions, ranking, speed
-from benchmarks.ruler.ranking import AS_GOOD, WORSE, Found
+from benchmarks.ruler.ranking import AS_GOOD, WORSE, Findings
 from benchmarks.ruler.server import ROOT
 from benchmarks.ruler.users import ttft
 
@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     machine = results.machine()
     BENCH.mkdir(exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="ruler-", dir=BENCH))
-    found = Found()
+    found = Findings()
     try:
         for name in options.part or DEFAULT:
             print(f"  {name}", file=sys.stderr)
@@ -112,17 +112,17 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _rank(folder: Path, options: argparse.Namespace, found: Found) -> None:
+def _rank(folder: Path, options: argparse.Namespace, found: Findings) -> None:
     ranking.rank(
         folder, count=options.groups, seed=options.seed, only=options.condition, found=found
     )
 
 
-def _injections(folder: Path, options: argparse.Namespace, found: Found) -> None:
+def _injections(folder: Path, options: argparse.Namespace, found: Findings) -> None:
     ranking.inject(folder, each=options.each, seed=options.seed, found=found)
 
 
-def _speed(folder: Path, options: argparse.Namespace, found: Found) -> None:
+def _speed(folder: Path, options: argparse.Namespace, found: Findings) -> None:
     row = speed.speed(folder, stored=options.stored, seconds=options.seconds)
     found.rows.append(row)
     found.targets += [
@@ -131,7 +131,7 @@ def _speed(folder: Path, options: argparse.Namespace, found: Found) -> None:
     ]
 
 
-def _kills(folder: Path, options: argparse.Namespace, found: Found) -> None:
+def _kills(folder: Path, options: argparse.Namespace, found: Findings) -> None:
     row = speed.kills(folder, stored=options.killed, times=options.kills)
     found.rows.append(row)
     what = f"SIGKILL of score, {row['times']} times"
@@ -142,7 +142,7 @@ def _kills(folder: Path, options: argparse.Namespace, found: Found) -> None:
     ]
 
 
-def _ttft(folder: Path, options: argparse.Namespace, found: Found) -> None:
+def _ttft(folder: Path, options: argparse.Namespace, found: Findings) -> None:
     plan = ttft.Plan(
         blocks=options.blocks,
         block_s=options.block_seconds,
@@ -178,7 +178,7 @@ def _changes(given: str) -> dict[str, dict[str, Any]]:
     return changes
 
 
-PARTS: Mapping[str, Callable[[Path, argparse.Namespace, Found], None]] = {
+PARTS: Mapping[str, Callable[[Path, argparse.Namespace, Findings], None]] = {
     "rank": _rank,
     "injections": _injections,
     "speed": _speed,

@@ -49,7 +49,7 @@ class Traits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
+class ScriptedReply:
     """A reply, and what the judge meant by it."""
 
     text: str
@@ -65,7 +65,7 @@ def reply_to(
     truth: Mapping[str, float],
     *,
     seed: str = "",
-) -> Said:
+) -> ScriptedReply:
     """Answer a conversation. truth: case -> worth, 0..1."""
     shown = read_prompt(messages, traits.reads)
     found = [CASE.search(text) for _, text in shown.answers]
@@ -86,7 +86,9 @@ def reply_to(
     if traits.defects and entries and errs:
         entries = DEFECTS[rng.choice(traits.defects)](entries, rng)
     text = json.dumps({"scores": entries})
-    return Said(text=WRAPS[traits.wrap].format(text), cases=tuple(cases), meant=tuple(scores))
+    return ScriptedReply(
+        text=WRAPS[traits.wrap].format(text), cases=tuple(cases), meant=tuple(scores)
+    )
 
 
 def _score(traits: Traits, worth: float, place: float, rng: random.Random) -> float:

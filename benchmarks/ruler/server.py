@@ -30,7 +30,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from benchmarks.ruler.conditions import condition_of
-from benchmarks.ruler.scripted import Said, reply_to
+from benchmarks.ruler.scripted import ScriptedReply, reply_to
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 60.0
@@ -48,7 +48,9 @@ class Account:
     asked: Counter[str] = field(default_factory=Counter)
     """Cases of a question, sorted -> how often it began to be asked, in whatever order."""
 
-    def note(self, model: str, said: Said, attempt: int, prompt: int, completion: int) -> None:
+    def note(
+        self, model: str, said: ScriptedReply, attempt: int, prompt: int, completion: int
+    ) -> None:
         self.said.setdefault(model, []).append(
             {
                 "cases": said.cases,

@@ -100,7 +100,7 @@ class Exposed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
+class Outcome:
     """What one product went through."""
 
     played: Sequence[Played]
@@ -120,7 +120,7 @@ def play(
     max_tokens: int = MAX_TOKENS,
     replayed: bool = False,
     say: Callable[[str], None] = print,
-) -> Told:
+) -> Outcome:
     """Try the candidates, (case, PEFT folder), one after the other.
 
     replayed: each is first asked recorded prompts by `sidecar replay`. patience_s: after so long
@@ -147,7 +147,7 @@ async def _play(
     max_tokens: int,
     replayed: bool,
     say: Callable[[str], None],
-) -> Told:
+) -> Outcome:
     await Visitors(base_url=stack.addresses.proxy_url, patience_s=WARM_UP_S).warm_up()
     visitors = Visitors(
         base_url=stack.addresses.proxy_url, patience_s=patience_s, max_tokens=max_tokens
@@ -183,7 +183,7 @@ async def _play(
     elsewhere = [one for one in visitors.visits if one.error and one.session not in known]
     for visit in elsewhere:
         say(f"a user of no candidate was not served: {visit}")
-    return Told(
+    return Outcome(
         played=played,
         exposed=exposed,
         visits=visitors.visits,

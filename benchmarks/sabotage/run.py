@@ -21,7 +21,7 @@ from pathlib import Path
 from benchmarks import results
 from benchmarks.results import Target, at_least, at_most
 from benchmarks.sabotage.adapters import GOOD, HANGING, NOISE, OVERLONG, REFUSING, make
-from benchmarks.sabotage.play import OPEN_GATE, PROVEN, Told, play
+from benchmarks.sabotage.play import OPEN_GATE, PROVEN, Outcome, play
 from sidecar.settings.kinds import ask_loopback_directly
 
 CASES = (GOOD, NOISE, REFUSING, OVERLONG, HANGING)
@@ -51,9 +51,9 @@ def main(argv: Sequence[str]) -> int:
         for part in asked.parts:
             print(f"{part}:", flush=True)
             cases = list(adapters.items())
-            told = play(folder / part, cases, PARTS[part], replayed=part == "gated")
-            rows += rows_of(part, told)
-            targets += targets_of(part, told)
+            outcome = play(folder / part, cases, PARTS[part], replayed=part == "gated")
+            rows += rows_of(part, outcome)
+            targets += targets_of(part, outcome)
     print(results.table(rows, COLUMNS))
     print()
     print(results.targets_table(targets))
@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
     return results.exit_code(targets)
 
 
-def rows_of(part: str, told: Told) -> list[results.Row]:
+def rows_of(part: str, outcome: Outcome) -> list[results.Row]:
     """Return one row a candidate, and one for everybody else."""
     rows: list[results.Row] = [
         {
@@ -73,24 +73,24 @@ def rows_of(part: str, told: Told) -> list[results.Row]:
             "decided_s": one.decided_s,
             "ramp_s": one.ramp_s,
             "groups": one.groups,
-            "exposed_sessions": told.exposed[one.case].sessions,
-            "failed": told.exposed[one.case].failed,
+            "exposed_sessions": outcome.exposed[one.case].sessions,
+            "failed": outcome.exposed[one.case].failed,
             "replay": one.replay,
             "replay_prompts": one.replay_prompts,
         }
-        for one in told.played
+        for one in outcome.played
     ]
-    others = len(told.visits) - sum(one.sessions for one in told.exposed.values())
-    everybody = {"case": "all other users", "sessions": others, "failed": told.failed_elsewhere}
+    others = len(outcome.visits) - sum(one.sessions for one in outcome.exposed.values())
+    everybody = {"case": "all other users", "sessions": others, "failed": outcome.failed_elsewhere}
     return [*rows, {"part": part, **everybody}]
 
 
-def targets_of(part: str, told: Told) -> list[Target]:
+def targets_of(part: str, outcome: Outcome) -> list[Target]:
     """Return what must hold."""
     targets = []
-    innocent = told.failed_elsewhere
-    for one in told.played:
-        exposed, promoted = told.exposed[one.case], float(one.state == "promoted")
+    innocent = outcome.failed_elsewhere
+    for one in outcome.played:
+        exposed, promoted = outcome.exposed[one.case], float(one.state == "promoted")
         if one.case == GOOD:
             targets.append(at_least(f"{part}, {one.case}: promoted", promoted, 1.0))
         else:

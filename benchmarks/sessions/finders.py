@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator
 from hashlib import blake2b
 
 from benchmarks.sessions.canonical import conversation, reply, sender
-from benchmarks.sessions.records import Finder, Found, SentRequest
+from benchmarks.sessions.records import Finder, Placement, SentRequest
 from sidecar.relay.peek import peek_request
 from sidecar.routing.session_key import session_key
 
 
-def by_key(stream: Iterable[SentRequest]) -> Iterator[Found]:
+def by_key(stream: Iterable[SentRequest]) -> Iterator[Placement]:
     """The session is `session_key` of the request's opening; the parent is the key's last
     request."""
     last: dict[str, str] = {}
@@ -24,11 +24,11 @@ def by_key(stream: Iterable[SentRequest]) -> Iterator[Found]:
             project=one.project,
             key_id=one.key_id,
         )
-        yield Found(exchange_id=one.exchange_id, session=key, parent=last.get(key))
+        yield Placement(exchange_id=one.exchange_id, session=key, parent=last.get(key))
         last[key] = one.exchange_id
 
 
-def by_tree(stream: Iterable[SentRequest]) -> Iterator[Found]:
+def by_tree(stream: Iterable[SentRequest]) -> Iterator[Placement]:
     """The parent is the request whose messages and reply are the longest beginning of the request's
     messages; of equal ones, that which was taken least recently. With none, a session begins."""
     ends: dict[bytes, list[tuple[str, str]]] = {}  # digest of messages and reply -> candidates
@@ -47,7 +47,7 @@ def by_tree(stream: Iterable[SentRequest]) -> Iterator[Found]:
             end = digest.copy()
             end.update("\x00".join((*reply(raw), "")).encode())
             ends.setdefault(end.digest(), []).append((one.exchange_id, session))
-        yield Found(exchange_id=one.exchange_id, session=session, parent=parent)
+        yield Placement(exchange_id=one.exchange_id, session=session, parent=parent)
 
 
 REFERENCES: dict[str, Finder] = {"key": by_key, "tree": by_tree}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from benchmarks.sessions.records import HELD_OUT, Found, SentRequest, Side
+from benchmarks.sessions.records import HELD_OUT, Placement, SentRequest, Side
 from ingest.grouping.features import is_held_out
 from ingest.sessions.messages import Arrival, Place
 from ingest.sessions.rows import conversation_of, replies_of
@@ -12,7 +12,7 @@ from ingest.sessions.search import RequestReader
 from ingest.sessions.tree import SessionTree
 
 
-def by_ingest(stream: Iterable[SentRequest]) -> Iterator[Found]:
+def by_ingest(stream: Iterable[SentRequest]) -> Iterator[Placement]:
     """Read each exchange and place it, as the ingest process does."""
     tree = SessionTree(is_held_out=lambda name: is_held_out(name, HELD_OUT))
     reader = RequestReader()
@@ -30,7 +30,7 @@ def by_ingest(stream: Iterable[SentRequest]) -> Iterator[Found]:
             replies=replies_of(one.replies, reader),
         )
         for place in tree.place(arrival, now=one.handed_at):
-            yield Found(
+            yield Placement(
                 exchange_id=place.exchange_id,
                 session=place.session,
                 parent=place.parent,

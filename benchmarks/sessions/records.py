@@ -58,7 +58,7 @@ Side = Literal["held_out", "trained", "neither"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class Placement:
     """What a finder says of one request. It may say it again later: the last word counts. For leaks
     the word counts that stands when the request is decided, and every later one."""
 
@@ -72,6 +72,6 @@ class Found:
     """None: by a hash of the session."""
 
 
-Finder = Callable[[Iterable[SentRequest]], Iterable[Found]]
+Finder = Callable[[Iterable[SentRequest]], Iterable[Placement]]
 """Reads a stream in its order: requests of many conversations, each handed over when its reply
 ended. Scoring hides the truth from it."""

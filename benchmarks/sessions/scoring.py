@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from benchmarks.sessions.records import HELD_OUT, Finder, Found, SentRequest, Side
+from benchmarks.sessions.records import HELD_OUT, Finder, Placement, SentRequest, Side
 from benchmarks.sessions.twins import Twins, settled, twins_of
 from ingest.grouping.features import is_held_out
 from sidecar.settings import Groups
@@ -59,7 +59,7 @@ def score(finder: Finder, stream: Sequence[SentRequest], twins: Twins | None = N
     )
 
 
-def right_sessions(truth: Sequence[SentRequest], found: Mapping[str, Found]) -> float:
+def right_sessions(truth: Sequence[SentRequest], found: Mapping[str, Placement]) -> float:
     """Share of requests in the right session."""
     pairs = [
         (found[one.exchange_id].session, one.true_session)
@@ -72,7 +72,7 @@ def right_sessions(truth: Sequence[SentRequest], found: Mapping[str, Found]) -> 
     return right / len(truth)
 
 
-def right_parents(truth: Sequence[SentRequest], found: Mapping[str, Found]) -> float:
+def right_parents(truth: Sequence[SentRequest], found: Mapping[str, Placement]) -> float:
     """Share of requests with the right parent."""
     right = sum(
         one.exchange_id in found and found[one.exchange_id].parent == one.true_parent
@@ -83,14 +83,14 @@ def right_parents(truth: Sequence[SentRequest], found: Mapping[str, Found]) -> f
 
 def leak(
     truth: Sequence[SentRequest],
-    said: Iterable[Found],
+    said: Iterable[Placement],
     rate: float = HELD_OUT,
     settle_s: float = SETTLE_S,
 ) -> float:
     """Share of conversations that are partly held out and partly not, from when each of their
     requests was decided. What is neither examined nor trained on leaks nothing."""
     by_name = {one.exchange_id: one for one in truth}
-    words: dict[str, list[Found]] = defaultdict(list)
+    words: dict[str, list[Placement]] = defaultdict(list)
     for one in said:
         if one.exchange_id in by_name:
             words[one.exchange_id].append(one)
@@ -103,7 +103,7 @@ def leak(
     return both / len({one.true_session for one in truth})
 
 
-def _side(found: Found, rate: float) -> Side:
+def _side(found: Placement, rate: float) -> Side:
     if found.side is not None:
         return found.side
     return "held_out" if is_held_out(found.session, rate) else "trained"

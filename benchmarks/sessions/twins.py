@@ -17,7 +17,7 @@ from dataclasses import replace
 from itertools import chain
 
 from benchmarks.sessions.canonical import conversation, reply, sender, setting
-from benchmarks.sessions.records import Found, SentRequest
+from benchmarks.sessions.records import Placement, SentRequest
 
 _CALL_ID = re.compile(rb'"(?:id|call_id|tool_call_id|tool_use_id)"\s*:\s*"([^"]+)"')
 Twins = Mapping[str, Sequence[str]]
@@ -35,7 +35,7 @@ def twins_of(stream: Sequence[SentRequest]) -> Twins:
 
 
 def settled(
-    stream: Sequence[SentRequest], found: Mapping[str, Found], twins: Twins
+    stream: Sequence[SentRequest], found: Mapping[str, Placement], twins: Twins
 ) -> list[SentRequest]:
     """The truth, with twins exchanged as the finder has them. Returns the stream in its order."""
     by_name = {one.exchange_id: one for one in stream}
@@ -65,7 +65,7 @@ def settled(
 def _wanted(
     children: Sequence[SentRequest],
     parent: str,
-    found: Mapping[str, Found],
+    found: Mapping[str, Placement],
     twins: Twins,
     by_name: Mapping[str, SentRequest],
 ) -> str | None:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from benchmarks.sessions.mixes import BY_NAME
 from benchmarks.sessions.product import by_ingest
-from benchmarks.sessions.records import Found, SentRequest
+from benchmarks.sessions.records import Placement, SentRequest
 from benchmarks.sessions.run import DATA
 from benchmarks.sessions.streams import Data
 from benchmarks.sessions.twins import settled, twins_of
@@ -39,7 +39,7 @@ def main(names: Sequence[str]) -> int:
     return 0
 
 
-def wrong(truth: Sequence[SentRequest], found: dict[str, Found]) -> Counter[str]:
+def wrong(truth: Sequence[SentRequest], found: dict[str, Placement]) -> Counter[str]:
     """Count the requests with a wrong parent by kind. truth: in the order of arrival."""
     by_name = {one.exchange_id: one for one in truth}
     held: dict[str, set[str]] = defaultdict(set)

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ingest.tasks.keys import Ready, draw
-from ingest.tasks.rewards import Scale, Told, reward_of
+from ingest.tasks.rewards import Outcome, Scale, reward_of
 from learner.grpo.advantages import ADVANTAGES
 from learner.grpo.chance import LEAST, MOST_RUNS, alignment, number_of_steps, pooled, score
 from sidecar.settings import Learner
@@ -69,7 +69,7 @@ class Played:
     actions: tuple[int, ...]
     ready: Ready
     template: int
-    told: tuple[Told, ...]
+    outcomes: tuple[Outcome, ...]
 
 
 def site(rng: np.random.Generator) -> Site:
@@ -101,7 +101,7 @@ def play(place: Site, logits: Floats, rng: np.random.Generator, night: int) -> l
                 actions=actions,
                 ready=Ready(session_id=name, caller=f"user:{name}", began_at=float(number)),
                 template=int(rng.integers(TEMPLATES)),
-                told=(Told(voice=name, received_at=0.0, success=success),),
+                outcomes=(Outcome(voice=name, received_at=0.0, success=success),),
             )
         )
     return found
@@ -118,7 +118,7 @@ def groups(played: Sequence[Played]) -> list[list[tuple[Played, float]]]:
     """Return groups of (session, reward), as the product draws and rewards them."""
     pools: dict[int, dict[str, tuple[Played, float]]] = defaultdict(dict)
     for one in played:
-        reward = reward_of(one.told, Scale())
+        reward = reward_of(one.outcomes, Scale())
         if reward is not None:  # nobody told how it ended: it is in no group
             pools[one.template][one.ready.session_id] = (one, reward)
     found = []
@@ -139,13 +139,15 @@ def as_played(played: list[Played], _rng: np.random.Generator) -> list[Played]:
 def shuffled(played: list[Played], rng: np.random.Generator) -> list[Played]:
     """Null: outcomes go to other sessions."""
     order = rng.permutation(len(played))
-    return [replace(one, told=played[at].told) for one, at in zip(played, order, strict=True)]
+    return [
+        replace(one, outcomes=played[at].outcomes) for one, at in zip(played, order, strict=True)
+    ]
 
 
 def survivors(played: list[Played], rng: np.random.Generator) -> list[Played]:
     """Half of the failures never tell."""
     return [
-        one if one.told[0].success or rng.random() < 0.5 else replace(one, told=())
+        one if one.outcomes[0].success or rng.random() < 0.5 else replace(one, outcomes=())
         for one in played
     ]
 
@@ -164,7 +166,7 @@ def one_user(played: list[Played], rng: np.random.Generator) -> list[Played]:
         else replace(
             one,
             ready=replace(one.ready, caller="user:one"),
-            told=(Told(voice="one", received_at=0.0, success=own[at]),),
+            outcomes=(Outcome(voice="one", received_at=0.0, success=own[at]),),
         )
         for at, one in enumerate(played)
     ]
@@ -176,9 +178,9 @@ def liar(played: list[Played], _rng: np.random.Generator) -> list[Played]:
     return [
         replace(
             one,
-            told=(
-                *(replace(one.told[0], success=not one.told[0].success),) * 100,
-                replace(one.told[0], received_at=1.0),
+            outcomes=(
+                *(replace(one.outcomes[0], success=not one.outcomes[0].success),) * 100,
+                replace(one.outcomes[0], received_at=1.0),
             ),
         )
         for one in played
@@ -299,7 +301,7 @@ def turns(nights: int, rng: np.random.Generator) -> tuple[float, float]:
                 actions=(int(length),),
                 ready=Ready(session_id=str(at), caller=f"user:{at}", began_at=float(at)),
                 template=at % TEMPLATES,
-                told=(Told(voice="", received_at=0.0, success=bool(rng.random() < 0.5)),),
+                outcomes=(Outcome(voice="", received_at=0.0, success=bool(rng.random() < 0.5)),),
             )
             for at, length in enumerate(lengths)
         ]

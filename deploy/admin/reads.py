@@ -76,7 +76,7 @@ from ingest.retention.sweep import read_state as read_retention
 from ingest.reward_watch.store import ask
 from ingest.sampling.round import read_sampled_today
 from ingest.store.exchanges import opened_answers
-from ingest.tasks.rehearsals import standing_of
+from ingest.tasks.rehearsals import rehearsals_status
 from ingest.tokens import FLAG as TOKEN_CHECK
 from learner.schedule.rule import shown_cron
 from sidecar.errors import SettingsError
@@ -171,7 +171,9 @@ def _add_overview(router: APIRouter, context: AdminContext) -> None:
                     for name, state in read_states(session, context.hooks).items()
                 ],
                 budgets=budgets(session, context, now),
-                rehearsals=_known(RehearsalsOut, standing_of(session, context.rehearsals, now=now)),
+                rehearsals=_known(
+                    RehearsalsOut, rehearsals_status(session, context.rehearsals, now=now)
+                ),
                 retention=_known(RetentionOut, read_retention(session)),
                 token_check=_token_check(session),
             )

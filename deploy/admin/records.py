@@ -48,7 +48,7 @@ from deploy.admin.wire import read_stored
 from deploy.errors import DamagedRecordError, UnknownAdapterError, UnknownRecordError
 from deploy.registry import aliases as bans, switches as learner_switches, versions
 from deploy.registry.aliases import subjects_of
-from ingest.feedback.store import Told, told_of, told_of_session
+from ingest.feedback.store import Annotations, annotations_of, annotations_of_session
 from ingest.grouping.features import load_choice
 from ingest.store.groups import opened_checks, opened_explanation, read_rule
 from ingest.store.sessions import stored_name
@@ -243,18 +243,18 @@ def _add_sessions(router: APIRouter, context: AdminContext) -> None:
                     exchanges=page.items,
                     damaged=page.damaged,
                     next_cursor=page.next_cursor,
-                    **_told(told_of_session(session, stored)),
+                    **_told(annotations_of_session(session, stored)),
                 )
 
 
-def _told(told: Told) -> dict[str, Any]:
+def _told(notes: Annotations) -> dict[str, Any]:
     shown: dict[str, list[FeedbackOut]] = {"feedback": [], "outcome": []}
-    for one in told.feedback:
+    for one in notes.feedback:
         shown.setdefault(one.kind, []).append(FeedbackOut.model_validate(one))
     return {
         "feedback": shown["feedback"],
         "outcomes": shown["outcome"],
-        "signals": list(map(SignalOut.model_validate, told.signals)),
+        "signals": list(map(SignalOut.model_validate, notes.signals)),
     }
 
 
@@ -338,7 +338,7 @@ def _exchange(session: Session, exchange_id: str) -> ExchangeOut:
         row,
         prompt_tokens=len(unpack_ids(content.prompt_ids)),
         group_id=session.scalar(group),
-        **_told(told_of(session, [exchange_id]).get(exchange_id, Told())),
+        **_told(annotations_of(session, [exchange_id]).get(exchange_id, Annotations())),
         request=read_stored(content.request),
         choices=[ChoiceOut.of_record(one, **_reply(session, one)) for one in choices],
     )

@@ -17,10 +17,10 @@ from deploy.records import LEARNER_AWAY_S, comes_next, nobody_has, version_of
 from deploy.text import (
     WHOLE,
     capital,
-    found_lines,
     iso,
     paused_words,
     percent,
+    record_lines,
     shown_age,
     shown_length,
     shown_time,
@@ -278,7 +278,7 @@ REWARD_NOTE = "reward: of each step's own groups, sampled before the run; it is 
 
 def run_lines(run: Json, now: float) -> Iterator[str]:
     """Yield one run: where it is, what it took and left out, and each of its steps."""
-    yield from found_lines(short(run, now), now)
+    yield from record_lines(short(run, now), now)
     yield from step_lines([one["figures"] for one in run["steps"]])
 
 
@@ -759,7 +759,7 @@ RECORDS: dict[str, Callable[[Json, float], Iterable[str]]] = {
     "/status": status_lines,
     "/watch": lambda found, _now: watch_lines(found),
     # What the schedule said last was decided before the switch.
-    "/learner/{action}": lambda found, now: found_lines(
+    "/learner/{action}": lambda found, now: record_lines(
         {key: value for key, value in found.items() if key != "schedule"}, now
     ),
 }
@@ -771,7 +771,7 @@ def reply_lines(path: str, found: Json, now: float, width: int = WHOLE) -> Itera
     if path in TABLES:
         heads, row = TABLES[path]
         return table_lines(heads.split(","), [row(one, now) for one in found["items"]], width)
-    return RECORDS.get(path, found_lines)(found, now)
+    return RECORDS.get(path, record_lines)(found, now)
 
 
 def reply_notes(path: str, found: Json, now: float, asked: Mapping[str, str]) -> Iterator[str]:

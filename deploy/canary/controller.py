@@ -22,17 +22,25 @@ from sqlalchemy import func, select, text
 from sqlalchemy.orm import Session
 
 from deploy.canary import live_turns
+from deploy.canary.client_reports import ClientReports
 from deploy.canary.gate import Gate
 from deploy.canary.gate_store import Judged
 from deploy.canary.live_turns import LiveTurns
 from deploy.canary.loading import Facts, load_everywhere
-from deploy.canary.told import Told
 from deploy.engine.reconcile import registered_path
 from deploy.engine.validation import Registered, ServingLimits, validate_folder
 from deploy.engine.vllm_control import AdapterControl, in_folder_thread
 from deploy.errors import error_line
 from deploy.evidence.betting import Bets
-from deploy.evidence.live import Approval, GuardState, Live, Stage, ToldState, described, verdict
+from deploy.evidence.live import (
+    Approval,
+    ClientReportState,
+    GuardState,
+    Live,
+    Stage,
+    described,
+    verdict,
+)
 from deploy.evidence.quality import CHART_LEVEL, Quality, Sequence, bounds
 from deploy.outside.approval import APPROVAL_EVERY_S, APPROVAL_MAX_WAIT_S
 from deploy.records import AdapterState, AdapterVersion, Canary
@@ -48,7 +56,7 @@ from deploy.registry.canary_rule import (
     decide,
     load_wait_s,
 )
-from deploy.registry.proof_rule import CLAIMS, SPLIT_LEVEL, level_of, proven, told_words
+from deploy.registry.proof_rule import CLAIMS, SPLIT_LEVEL, client_guard_words, level_of, proven
 from learner.errors import SharedFolderError
 from learner.runs.publish import document_digests
 from sidecar.backoff import Backoff
@@ -123,12 +131,12 @@ def _guard(kind: str, state: GuardState) -> EvidenceJson:
     return counts | claim | {"nats_by_caller": state.by_caller.peak}
 
 
-def _told(kind: str, state: ToldState) -> EvidenceJson:
+def _told(kind: str, state: ClientReportState) -> EvidenceJson:
     arms = {"canary": True, "champion": False}
     return _guard(kind, state) | {
         "sessions": {name: state.units[arm] for name, arm in arms.items()},
         "mean": {name: state.mean(canary=arm) for name, arm in arms.items()},
-        "says": told_words(kind, state) if sum(state.units.values()) else "",
+        "says": client_guard_words(kind, state) if sum(state.units.values()) else "",
     }
 
 
@@ -334,7 +342,7 @@ class Controller:
         self._judged = Judged(rules)
         self._line = line
         self._turns = LiveTurns(rules, line)
-        self._told = Told(rules.turn_wait_s, line)
+        self._told = ClientReports(rules.turn_wait_s, line)
         self._on_change = on_change
         self._clock = clock
         self._folder_of = folder_of

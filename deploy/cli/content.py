@@ -113,7 +113,7 @@ def exchanges_show(context: typer.Context, exchange_id: str, output: Output = "t
     from ingest.errors import UnreadableExchangesError
     from ingest.export import exchange_object
     from ingest.feedback.signals import in_words, since_answer, tool_results
-    from ingest.feedback.store import Told, told_of
+    from ingest.feedback.store import Annotations, annotations_of
     from ingest.sessions.rows import conversation_of
     from ingest.store.exchanges import load_exchange
 
@@ -123,7 +123,7 @@ def exchanges_show(context: typer.Context, exchange_id: str, output: Output = "t
         except UnreadableExchangesError as error:
             note(_unreadable(f"exchange {exchange_id}", "; ".join(error.damage.values())))
             raise typer.Exit(1) from None
-        told = told_of(session, [exchange_id]).get(exchange_id, Told())
+        told = annotations_of(session, [exchange_id]).get(exchange_id, Annotations())
     if stored is None:
         note(f"no exchange {exchange_id}; `sidecar exchanges ls` names them")
         raise typer.Exit(1)
@@ -370,11 +370,11 @@ def _export(
 
 def _told(database: Any, record: Any) -> Any:
     """What was told of an exchange, or of the exchange of a scored group."""
-    from ingest.feedback.store import Told, told_of
+    from ingest.feedback.store import Annotations, annotations_of
 
     of = record.group if hasattr(record, "group") else record.exchange
     with database.read() as session:
-        return told_of(session, [of.exchange_id]).get(of.exchange_id, Told())
+        return annotations_of(session, [of.exchange_id]).get(of.exchange_id, Annotations())
 
 
 def _words(one: dict[str, Any]) -> str:

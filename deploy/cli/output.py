@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from deploy.records import MAX_REASON, cut_reason
-from deploy.text import found_lines
+from deploy.text import record_lines
 from sidecar.errors import StoreError
 from sidecar.hiding import hide_in_url
 from sidecar.visible import visible
@@ -126,7 +126,7 @@ def note_usage(error: Any) -> None:  # Any: a `USAGE_ERROR`
 def print_found(found: Any, output: str) -> None:  # Any: JSON of the admin API, or like it
     """Print what a command found in the store: one record, or the `items` of a listing, whose
     damaged rows are named on stderr. output: `text` or `json`."""
-    say_either(output, found, found_lines(found, time.time()))
+    say_either(output, found, record_lines(found, time.time()))
     for damaged in found.get("damaged", ()) if output == "text" else ():
         note(damaged)
 

@@ -54,8 +54,8 @@ GUARDS: tuple[Guard, ...] = get_args(Guard)
 """Kinds of bad turns. failed: vLLM failed, or did not know the adapter. cut: the client left before
 the end. The others as in `deploy.evidence.quality`."""
 assert set(FLAWS) <= set(GUARDS)
-ToldKind = Literal["outcome", "feedback"]
-TOLD: tuple[ToldKind, ...] = get_args(ToldKind)
+ClientReportKind = Literal["outcome", "feedback"]
+TOLD: tuple[ClientReportKind, ...] = get_args(ClientReportKind)
 """Guards that read what clients tell."""
 IN_BLOCK = 1.5
 """Units that the arm with fewer has in a block on average. With more of them a large harm is found
@@ -136,7 +136,7 @@ class Neighbours:
 
 
 @dataclass(slots=True)
-class ToldState(GuardState):
+class ClientReportState(GuardState):
     """A guard that reads what clients tell. A unit is bad whose value is under 0.5."""
 
     bets: Bets = START
@@ -173,8 +173,8 @@ class Live:
         self._addressed = 0
         """Units with an address."""
         self.guards: dict[str, GuardState] = {kind: GuardState() for kind in GUARDS}
-        self.told: dict[str, ToldState] = {kind: ToldState() for kind in TOLD}
-        self._heard: set[tuple[ToldKind, int]] = set()
+        self.told: dict[str, ClientReportState] = {kind: ClientReportState() for kind in TOLD}
+        self._heard: set[tuple[ClientReportKind, int]] = set()
         """Guard and hash of each unit that somebody told of."""
         self.split = begin(len(UNEVEN))
         """Against "units are split by the weight"."""
@@ -191,7 +191,7 @@ class Live:
             if 0.0 < turn.weight < 1.0:
                 self._read(turn)
 
-    def hear(self, kind: ToldKind, turn: Turn, value: float) -> None:
+    def hear(self, kind: ClientReportKind, turn: Turn, value: float) -> None:
         """Count a unit that somebody told of, in the order in which that was stored; once.
 
         turn: any of it; it met one arm alone. value: 0 (bad) to 1.
@@ -374,7 +374,7 @@ def broken_guardrail(metrics: Mapping[str, MetricState], *, since: float = 0.0) 
     return None
 
 
-def standing(metrics: Mapping[str, MetricState]) -> str | None:
+def holding_signal(metrics: Mapping[str, MetricState]) -> str | None:
     """Return in words which signal holds the ramp, or None. It goes on when the signal recovers."""
     for name, state in metrics.items():
         if state.mode == "signal" and state.fails:

@@ -32,8 +32,8 @@ from deploy.page.text import (
     ArmRow,
     Change,
     Compared,
-    Looked,
     Sight,
+    Visits,
     arm_rows,
     changes,
     difference_chart,
@@ -128,7 +128,7 @@ class Overview:
     """`seq` of the newest row of the audit that is shown."""
     status: StatusOut
     headline: str
-    looked: Looked
+    looked: Visits
     changes: list[Change]
     more_changes: bool
     """Older ones than the rows that were read happened since the last visit too."""
@@ -233,7 +233,7 @@ def _tag(server: PageServer, asked: Asked, found: Overview) -> str:
     return server.tag(asked, "live.html", found=found, live_s=LIVE_S)
 
 
-def _remember(response: Response, looked: Looked) -> None:
+def _remember(response: Response, looked: Visits) -> None:
     response.set_cookie(
         LOOKED, looked.cookie(), max_age=KEPT_S, path="/", httponly=True, samesite="strict"
     )

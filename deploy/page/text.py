@@ -322,7 +322,7 @@ _COOKIE = re.compile("_".join((_TIME, _TIME, _NUMBER, _NUMBER)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Looked:
+class Visits:
     """When the visitor looked, and what had been lost then."""
 
     before: float = 0.0
@@ -333,18 +333,18 @@ class Looked:
     lost_last: int = 0
     """Captures lost since the store was made, as the proxies had told at those times."""
 
-    def again(self, now: float, lost: int) -> Looked:
+    def again(self, now: float, lost: int) -> Visits:
         """A look now. After some time away it begins a new visit."""
         before, lost_before = self.before, self.lost_before
         if self.last <= 0.0:
             before, lost_before = 0.0, lost
         elif now - self.last > AWAY_S:
             before, lost_before = self.last, self.lost_last
-        return Looked(before=before, last=now, lost_before=lost_before, lost_last=lost)
+        return Visits(before=before, last=now, lost_before=lost_before, lost_last=lost)
 
-    def seen(self, now: float, lost: int) -> Looked:
+    def seen(self, now: float, lost: int) -> Visits:
         """All of it has been seen."""
-        return Looked(before=now, last=now, lost_before=lost, lost_last=lost)
+        return Visits(before=now, last=now, lost_before=lost, lost_last=lost)
 
     def cookie(self) -> str:
         """Both times are exact: rounded up, a look would be in the future, and what happened right
@@ -352,15 +352,15 @@ class Looked:
         return f"{self.before!r}_{self.last!r}_{self.lost_before}_{self.lost_last}"
 
 
-def read_looked(cookie: str | None, now: float) -> Looked:
+def read_looked(cookie: str | None, now: float) -> Visits:
     """Read the cookie, which anybody may have written."""
     found = _COOKIE.fullmatch(cookie or "")
     if found is None:
-        return Looked()
+        return Visits()
     before, last = float(found[1]), float(found[2])
     if max(before, last) > now:
-        return Looked()
-    return Looked(before=before, last=last, lost_before=int(found[3]), lost_last=int(found[4]))
+        return Visits()
+    return Visits(before=before, last=last, lost_before=int(found[3]), lost_last=int(found[4]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,7 @@ from ingest.ruler.judge import LiteLlmJudge
 from ingest.verifiers.hook import prove_all
 from ingest.verifiers.records import Failure
 from ingest.verifiers.rewarding import BECOMES, close_checkers, kind_of, open_checkers
-from ingest.verifiers.state import said_of
+from ingest.verifiers.state import failure_words
 from sidecar.settings import HttpVerifier, Judge, Serving, Settings, VerifierSection
 from sidecar.upstreams import Upstreams
 
@@ -184,7 +184,8 @@ def _text(one: VerifierSection, found: Failure) -> str:
         if isinstance(one, HttpVerifier)
         else "install its package beside the sidecar, or correct it"
     )
-    return f"the verifier gives no finding ({said_of(found)}), so {BECOMES[one.on_error]}; {to_do}"
+    why, becomes = failure_words(found), BECOMES[one.on_error]
+    return f"the verifier gives no finding ({why}), so {becomes}; {to_do}"
 
 
 TIMEOUT_S = 10.0

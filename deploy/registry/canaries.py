@@ -56,7 +56,7 @@ def to_canary(row: CanaryRow) -> Canary:
         ramp_began_at=ramp.get("began_at", 0.0),
         ramp_after_seq=ramp.get("after_seq", 0),
         ramp_after_told=ramp.get("after_told", 0),
-        told=told_of(entry(row, "guards")),
+        told=client_guard_texts(entry(row, "guards")),
         proven=frozenset(entry(row, "quality").get("proven") or ()),
         gate_judges=tuple(gate.get("judges") or ()),
         metrics=msgspec.convert(entry(row, "metrics"), dict[str, MetricState]),
@@ -80,7 +80,7 @@ def entry(row: CanaryRow, name: str) -> dict[str, Any]:  # Any: JSON
     return value if isinstance(value, dict) else {}
 
 
-def told_of(guards: Mapping[str, Any]) -> tuple[str, ...]:  # Any: JSON
+def client_guard_texts(guards: Mapping[str, Any]) -> tuple[str, ...]:  # Any: JSON
     """Return what clients told of both arms, in words."""
     found = (guards.get(kind) for kind in TOLD)
     return tuple(one["says"] for one in found if isinstance(one, dict) and one.get("says"))

@@ -544,7 +544,7 @@ def _after_ramping(
     if (unasked := live.away(evidence.metrics)) is not None:
         metric, words = unasked
         return Hold(reason=f"{step} stands: {words}", stops_clock=True, needs="act", metric=metric)
-    if (signal := live.standing(evidence.metrics)) is not None:
+    if (signal := live.holding_signal(evidence.metrics)) is not None:
         if spent_s >= rules.step_max_s:
             return _inconclusive(f"{step}: {signal}")
         return Hold(reason=f"{step} stands until it recovers: {signal}", needs="act")

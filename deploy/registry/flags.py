@@ -53,11 +53,11 @@ def set_paused(
     set_flag(session, flag_of(PAUSED, line), ON if paused else OFF, now=now)
     count_up(session, line, now)
     action = "pause" if paused else "resume"
-    told(session, line, action, before, now=now, actor=actor, reason=reason)
+    add_audit(session, line, action, before, now=now, actor=actor, reason=reason)
     return True
 
 
-def told(
+def add_audit(
     session: Session,
     line: str,
     action: str,

@@ -395,9 +395,10 @@ def _render_guards(guards: dict[str, Any]) -> str:
         for kind in GUARDS
         if kind in guards  # a canary of an older release had fewer
     )
+    turns = (bad, *canaries.client_guard_texts(guards))
     return (
         f"{counted(met['canary'], 'session')} of the canary, {met['champion']} of the champion; "
-        f"with a bad turn, canary to champion: {'; '.join((bad, *canaries.told_of(guards)))}"
+        f"with a bad turn, canary to champion: {'; '.join(turns)}"
     )
 
 

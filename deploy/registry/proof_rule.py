@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 from deploy.evidence.betting import threshold
-from deploy.evidence.live import GUARDS, GuardState, ToldState
+from deploy.evidence.live import GUARDS, ClientReportState, GuardState
 from deploy.evidence.progress import difference_words, estimate
 from deploy.evidence.quality import CHART_LEVEL, Limits, Quality, bounds
 from deploy.records import Canary
@@ -17,6 +17,7 @@ from sidecar.visible import counted
 __all__ = [
     "CLAIMS",
     "anchor_after",
+    "client_guard_words",
     "describe",
     "flaw_suspicion",
     "gained",
@@ -35,7 +36,6 @@ __all__ = [
     "ratios_of",
     "suspicion",
     "threshold",
-    "told_words",
     "too_many_missing",
     "tries_of",
 ]
@@ -184,15 +184,15 @@ def guard_doubt(guards: Mapping[str, GuardState]) -> str | None:
 
 
 def _bad_sessions(kind: str, state: GuardState) -> str:
-    if isinstance(state, ToldState):
-        return told_words(kind, state)
+    if isinstance(state, ClientReportState):
+        return client_guard_words(kind, state)
     return (
         f"{state.canary} of the canary's sessions and {state.champion} of the champion's "
         f"{_HAPPENED[kind]}"
     )
 
 
-def told_words(kind: str, state: ToldState) -> str:
+def client_guard_words(kind: str, state: ClientReportState) -> str:
     """Say what clients told of both arms."""
     means = {arm: state.mean(canary=arm) for arm in (True, False)}
     shown = {arm: "none" if mean is None else f"{mean:.2f}" for arm, mean in means.items()}

@@ -16,10 +16,10 @@ from deploy.registry.flags import (
     ON,
     RUN_REQUESTED,
     Switches,
+    add_audit,
     count_up,
     read,
     set_paused,
-    told,
 )
 from ingest.reward_watch.store import Override, ask, read_override, write_override
 from sidecar.lines import PAUSED, flag_of, learner_of
@@ -49,7 +49,7 @@ def switch(
         if not before.run_requested:
             set_flag(session, flag_of(RUN_REQUESTED, line), ON, now=now)
             count_up(session, line, now)
-            told(session, line, action, before, now=now, actor=actor, reason=reason)
+            add_audit(session, line, action, before, now=now, actor=actor, reason=reason)
     else:
         set_paused(session, line, action == "pause", now=now, actor=actor, reason=reason)
     return read(session, line)

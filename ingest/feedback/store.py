@@ -176,7 +176,7 @@ class SignalEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class Annotations:
     """All that is known of an exchange, or of a session, but its content."""
 
     feedback: tuple[FeedbackEntry, ...] = ()
@@ -207,7 +207,7 @@ class Told:
         }
 
 
-def told_of(session: Session, exchange_ids: Iterable[str]) -> dict[str, Told]:
+def annotations_of(session: Session, exchange_ids: Iterable[str]) -> dict[str, Annotations]:
     """Return what was told of each exchange, by its id: of itself, its trace and its session."""
     places = session.execute(
         select(
@@ -251,7 +251,7 @@ def told_of(session: Session, exchange_ids: Iterable[str]) -> dict[str, Told]:
     for signal in _signals(session, SignalRow.exchange_id.in_(sorted(keys))):
         signals.setdefault(signal.exchange_id, []).append(signal)
     return {
-        exchange_id: Told(
+        exchange_id: Annotations(
             _in_order(
                 one
                 for name in (
@@ -267,11 +267,11 @@ def told_of(session: Session, exchange_ids: Iterable[str]) -> dict[str, Told]:
     }
 
 
-def told_of_session(session: Session, session_id: str) -> Told:
+def annotations_of_session(session: Session, session_id: str) -> Annotations:
     """Return what was told of a session, its exchanges and its traces."""
     rows = _feedback(session, FeedbackRow.session_id == session_id)
     found = _signals(session, SignalRow.session_id == session_id)
-    return Told(_in_order(entry for _, entry in rows), tuple(found))
+    return Annotations(_in_order(entry for _, entry in rows), tuple(found))
 
 
 def voice() -> ColumnElement[str]:

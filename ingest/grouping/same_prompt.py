@@ -105,7 +105,7 @@ class SamePrompts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class SharedAnswers:
     """Answers of other exchanges for a group, and the exchanges that they are of."""
 
     answers: tuple[Answer, ...] = ()
@@ -115,7 +115,7 @@ class Found:
     """Exchanges of earlier batches that join it."""
 
 
-NOT_FOUND: Final = Found()
+NONE_SHARED: Final = SharedAnswers()
 NOTHING_ALIKE: Final = SamePrompts(keys={}, left_out={}, open_groups={})
 
 
@@ -172,14 +172,14 @@ class Joins:
         answers = exact(self._answers_of(exchange), source=exchange.exchange_id)
         return (group_id, tuple(answers)) if answers else None
 
-    def find(self, exchange: Exchange, session_id: str, *, room: int) -> Found:
+    def find(self, exchange: Exchange, session_id: str, *, room: int) -> SharedAnswers:
         """Find other exchanges' answers for a group of this exchange, at most `room` of them.
 
         room: answers that the group lacks; a group that has enough leaves the others alone.
         """
         place = self._place(exchange, session_id)
         if place is None:
-            return NOT_FOUND
+            return NONE_SHARED
         answers: list[Answer] = []
         mates: list[str] = []
         siblings: list[Sibling] = []
@@ -201,9 +201,11 @@ class Joins:
             if more := exact(self._answers_of(sibling.exchange), source=source):
                 answers += more
                 siblings.append(sibling)
-        return Found(answers=tuple(answers[:room]), mates=tuple(mates), siblings=tuple(siblings))
+        return SharedAnswers(
+            answers=tuple(answers[:room]), mates=tuple(mates), siblings=tuple(siblings)
+        )
 
-    def take(self, exchange: Exchange, found: Found) -> None:
+    def take(self, exchange: Exchange, found: SharedAnswers) -> None:
         """Say that this exchange has a group, with these answers."""
         self.taken.add(exchange.exchange_id)
         self.taken.update(found.mates)

@@ -47,7 +47,7 @@ from ingest.grouping.request import (
 from ingest.grouping.same_prompt import (
     JOINED,
     MIN_FREE,
-    NOT_FOUND,
+    NONE_SHARED,
     NOTHING_ALIKE,
     Choose,
     Draw,
@@ -242,7 +242,7 @@ class Rules:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class StoreState:
     """The state of the store when a batch is decided."""
 
     live_adapters: frozenset[str]
@@ -290,7 +290,7 @@ class Decision:
 
 
 def select_exchanges(
-    batch: Sequence[tuple[Exchange, bool]], standing: Standing, rules: Rules
+    batch: Sequence[tuple[Exchange, bool]], store_state: StoreState, rules: Rules
 ) -> list[Decision]:
     """Decide a batch; each chosen exchange leaves less room for later ones.
 
@@ -300,23 +300,23 @@ def select_exchanges(
     batch: (exchange, whether its session is held out). It must also hold the exchanges in the
         backlog that belong to the turns of new ones.
     """
-    pending = standing.pending_groups
-    shares = Shares(rules.max_pending_groups, standing.held_places, standing.demand)
-    by_session = dict(standing.groups_by_session)
-    by_near, most = dict(standing.groups_by_near), rules.max_groups_per_near_prompt
+    pending = store_state.pending_groups
+    shares = Shares(rules.max_pending_groups, store_state.held_places, store_state.demand)
+    by_session = dict(store_state.groups_by_session)
+    by_near, most = dict(store_state.groups_by_near), rules.max_groups_per_near_prompt
     read = [
         (exchange, request, _why_unfit(exchange, request, held_out, live, rules))
         for exchange, held_out in batch
         for request in (_object(exchange.request),)
-        for live in (standing.own_live.get(exchange.project, standing.live_adapters),)
+        for live in (store_state.own_live.get(exchange.project, store_state.live_adapters),)
     ]
     counting = last_of_each_turn([exchange for exchange, _, unfit in read if unfit is None])
-    joins = Joins(standing.alike, rules.join_served, lambda one: _served(one, None, rules))
+    joins = Joins(store_state.alike, rules.join_served, lambda one: _served(one, None, rules))
     fit = []
     for exchange, request, reason in read:
-        if reason is None and counts_elsewhere(exchange, counting, standing.decided_turns):
+        if reason is None and counts_elsewhere(exchange, counting, store_state.decided_turns):
             reason = RETRIED_TURN
-        session_id = standing.sessions.get(exchange.exchange_id, exchange.session_key)
+        session_id = store_state.sessions.get(exchange.exchange_id, exchange.session_key)
         if reason is None:
             joins.add(exchange, session_id)
         fit.append((exchange, request, reason, session_id))
@@ -330,16 +330,16 @@ def select_exchanges(
         if open_group is not None:
             reason = JOINED
             joins.taken.add(exchange.exchange_id)
-        complete, found, group, chosen = False, NOT_FOUND, None, None
+        complete, found, group, chosen = False, NONE_SHARED, None, None
         if reason is None:
             own = _served(exchange, request, rules)
             found = joins.find(exchange, session_id, room=rules.size - len(own))
             free = len(exact(own, source="")) + len(found.answers) >= min(MIN_FREE, rules.size)
-            drawn = _draw(exchange, standing, rules)
+            drawn = _draw(exchange, store_state, rules)
             complete = not drawn.drawn and free and rules.join_served != "off"
             if complete:
                 drawn = Draw(True, 1.0, "served_answers")
-            keys = standing.keys.get(exchange.exchange_id, GroupKeys(project=exchange.project))
+            keys = store_state.keys.get(exchange.exchange_id, GroupKeys(project=exchange.project))
             reason = (
                 (None if drawn.drawn else RATE)
                 or (NEAR_CAP if most and by_near.get(keys.near or "", 0) >= most else None)
@@ -354,7 +354,7 @@ def select_exchanges(
             for name in found.mates:
                 if name in decisions:  # left out before, for its cost
                     decisions[name] = replace(decisions[name], reason=JOINED)
-            chosen = keys.columns(drawn, standing.features.get(exchange.exchange_id))
+            chosen = keys.columns(drawn, store_state.features.get(exchange.exchange_id))
             pending += 1
             shares.take(caller_of(exchange))
             by_session[session_id] = in_session + 1
@@ -449,12 +449,12 @@ def _is_prompt_alone(exchange: Exchange) -> bool:
     return left or exchange.untrainable_reason == IMPORTED
 
 
-def _draw(exchange: Exchange, standing: Standing, rules: Rules) -> Draw:
+def _draw(exchange: Exchange, store_state: StoreState, rules: Rules) -> Draw:
     """Draw a fit exchange. A retry draws what its turn drew: else a turn would have one more chance
     with each."""
     return draw(
         exchange.turn_id or exchange.exchange_id,
-        standing.features.get(exchange.exchange_id, Features()),
+        store_state.features.get(exchange.exchange_id, Features()),
         choose=rules.choose,
         rate=rules.rate,
         uniform_share=rules.uniform_share,

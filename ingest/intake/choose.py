@@ -50,7 +50,7 @@ from ingest.grouping.selection import (
     GroupKeys,
     Rules,
     Shares,
-    Standing,
+    StoreState,
     daily_demand,
     live_now,
     rules_now,
@@ -574,7 +574,7 @@ def decide(
     crowded = SHARE * rules.max_pending_groups < pending + len(batch) and (
         pending < rules.max_pending_groups
     )
-    standing = Standing(
+    store_state = StoreState(
         keys=keys,
         groups_by_near=counts_by_near(session, keys.values(), rules, since=since),
         features=features_in(session, batch, keys) if rules.choose == "prefer" else {},
@@ -599,7 +599,7 @@ def decide(
         (_of_champion(session, stored.exchange, model, rules), stored.held_out) for stored in batch
     ]
     moves: dict[tuple[str, str], list[str]] = {}
-    for decision in select_exchanges(pairs, standing, rules):
+    for decision in select_exchanges(pairs, store_state, rules):
         move = (before[decision.exchange_id], decision.reason)
         moves.setdefault(move, []).append(decision.exchange_id)
         _apply(session, decision, rules, now=now)

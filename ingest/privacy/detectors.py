@@ -146,7 +146,7 @@ _ISSUERS = re.compile(r"4|5[1-5]|2[2-7]|3[47]|30[0-5]|3[68]|6011|64[4-9]|65|35|6
 """First digits of cards: Visa, Mastercard, American Express, Diners, Discover, JCB, UnionPay."""
 
 
-class Found(NamedTuple):
+class Detection(NamedTuple):
     """A value in a text; its place in bytes of UTF-8."""
 
     kind: str
@@ -167,7 +167,7 @@ class _Detector(NamedTuple):
     around: bytes = b"_"
     """Bytes at both ends of a match that are no part of the value."""
 
-    def matches(self, text: bytes) -> Iterator[Found]:
+    def matches(self, text: bytes) -> Iterator[Detection]:
         """Raises: TooManyError when too many have the form, whether they are values or not."""
         if self.needs not in text:
             return
@@ -181,7 +181,7 @@ class _Detector(NamedTuple):
             end -= len(match[0]) - len(match[0].rstrip(self.around))
             found = next((one for one in self._ends(text, start, end) if start < one), None)
             if found is not None:
-                yield Found(self.kind, start, found)
+                yield Detection(self.kind, start, found)
                 end = found
             elif self.kind in _GROUPED:  # a value may begin with the next group
                 end = min(_places(text, start, end), default=end)
@@ -216,12 +216,12 @@ class Detectors:
         Always true where an operator has patterns, whose union may be too large."""
         return self._any is None or self._any.search(text) is not None
 
-    def find(self, text: bytes) -> list[Found]:
+    def find(self, text: bytes) -> list[Detection]:
         """Return the values in their order; of two that overlap, the kind that was named first.
 
         Raises: TooManyError.
         """
-        found: list[Found] = []
+        found: list[Detection] = []
         for one in self._detectors:
             for match in one.matches(text):
                 found.append(match)
@@ -229,9 +229,9 @@ class Detectors:
                     raise TooManyError(f"a text holds over {MAX_FOUND} values")
         return self.merged(found) if len(found) > 1 else found
 
-    def merged(self, found: Sequence[Found]) -> list[Found]:
+    def merged(self, found: Sequence[Detection]) -> list[Detection]:
         """Return values in their order; those that overlap are one, of the kind named first."""
-        kept: list[Found] = []
+        kept: list[Detection] = []
         rank = {one.kind: place for place, one in enumerate(self._detectors)}
         for one in sorted(found, key=lambda one: (one.start, rank[one.kind], -one.end)):
             if not kept or one.start >= kept[-1].end:
@@ -239,7 +239,7 @@ class Detectors:
             else:
                 last = kept[-1]
                 kind = min(one.kind, last.kind, key=rank.__getitem__)
-                kept[-1] = Found(kind, last.start, max(one.end, last.end))
+                kept[-1] = Detection(kind, last.start, max(one.end, last.end))
         return kept
 
     def kinds_in(self, text: bytes) -> list[str]:
@@ -441,14 +441,14 @@ def undone(data: bytes) -> bytes:
     return [data, *levels(data)][-1]
 
 
-def find(detectors: Detectors, data: bytes) -> list[Found]:
+def find(detectors: Detectors, data: bytes) -> list[Detection]:
     """Return the values in a text, with their places in it as it stands; as `Detectors.find`.
 
     A value that begins with the letter of an escape (`\\nanna@b.de`) begins behind the escape.
     Raises: TooManyError.
     """
     found = detectors.find(data)
-    below: list[Found] = []
+    below: list[Detection] = []
     steps: list[_Escapes] = []
     outer = data
     for text in levels(data):
@@ -529,11 +529,11 @@ class _Escape(NamedTuple):
     """Where its character ends once the escapes are undone."""
 
 
-def _place(found: Found, steps: Sequence[_Escapes]) -> Found:
+def _place(found: Detection, steps: Sequence[_Escapes]) -> Detection:
     start, end = found.start, found.end
     for one in reversed(steps):
         start, end = one.start(start), one.end(end)
-    return Found(found.kind, start, end)
+    return Detection(found.kind, start, end)
 
 
 def _is_behind_escape(start: int, old: int, data: bytes) -> bool:

@@ -290,7 +290,7 @@ class AnswerWatch:
         if now < self._due:
             return 0
         self._due = now + INTERVAL_S
-        seen, touched = look_at_answers(
+        seen, touched = read_answers(
             self._database, window=self._limits.window, now=now, lines=self._lines
         )
         self._touched |= touched
@@ -303,7 +303,7 @@ class AnswerWatch:
         return seen
 
 
-def look_at_answers(
+def read_answers(
     database: Database, *, window: int, now: float, lines: Sequence[Line] = ()
 ) -> tuple[int, set[tuple[str, str]]]:
     """Look at one page. window: answers of an adapter that are kept. now: Unix seconds.

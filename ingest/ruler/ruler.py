@@ -21,7 +21,7 @@ from opentelemetry import trace
 from ingest.errors import (
     JudgeReplyError,
 )
-from ingest.judge_prompt import looks, shown_answer
+from ingest.judge_prompt import appearance, shown_answer
 from ingest.privacy.texts import JudgeView, View, default_view
 from ingest.records import Disagreement, ShownPass
 from ingest.ruler.judge import Judge, JudgePanel, JudgeReply, context_tokens_of
@@ -235,7 +235,7 @@ def merge_identical(
 
     Returns: (the distinct answers in order of first appearance, [G] index of each answer in them).
     """
-    return merged(answers, lambda answer: looks(shown_answer(answer)))
+    return merged(answers, lambda answer: appearance(shown_answer(answer)))
 
 
 def merged(items: Sequence[Item], key: Callable[[Item], object]) -> tuple[list[Item], list[int]]:

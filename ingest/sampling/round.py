@@ -23,7 +23,7 @@ from ingest.errors import (
 )
 from ingest.grouping.request import LogprobsMode, candidate_temperature, fill
 from ingest.grouping.selection import kept_adapters
-from ingest.judge_prompt import looks, shown_answer
+from ingest.judge_prompt import appearance, shown_answer
 from ingest.privacy.screen import Screen
 from ingest.records import Answer, Group
 from ingest.ruler.waiting import LONGEST_RETRY_AFTER_S
@@ -177,7 +177,7 @@ def _as_seen(message: bytes) -> str | bytes:
         parsed = msgspec.json.decode(message, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return message
-    return looks(shown_answer(parsed, show_reasoning=True))
+    return appearance(shown_answer(parsed, show_reasoning=True))
 
 
 # The budgets of sampling, by day (UTC).

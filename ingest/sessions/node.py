@@ -29,7 +29,7 @@ DIGESTED_MESSAGES: Final = 512
 """Messages of a request that its node remembers, the newest, in 4 bytes each."""
 
 
-def told(messages: Sequence[Message]) -> bytes:
+def digests_of(messages: Sequence[Message]) -> bytes:
     """Return 4 bytes for each of the newest messages, in order: those of successive messages stand
     side by side."""
     return b"".join(message.digest()[:4] for message in messages[-DIGESTED_MESSAGES:])
@@ -164,7 +164,7 @@ class Node:
         self.exchange_id, self.at = arrival.exchange_id, arrival.at
         self.trace_id, self.turn_id = arrival.trace_id, arrival.turn_id
         self.has_reply = bool(arrival.replies)
-        self.told = told(arrival.conversation.messages)
+        self.told = digests_of(arrival.conversation.messages)
         self.repeats = any(
             message.role == "assistant" for message in arrival.conversation.messages[1:]
         )

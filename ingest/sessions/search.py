@@ -43,7 +43,7 @@ from ingest.sessions.node import (
     Key,
     Node,
     Session,
-    told,
+    digests_of,
 )
 from sidecar.routing.opening import mark, opening
 
@@ -78,7 +78,7 @@ def kept_traces(
     replied: dict[Session, list[tuple[int, Node]]] = defaultdict(list)
     first = max(0, len(messages) - SEARCHED)
     said = [at for at in range(first, len(messages)) if messages[at].role == "assistant"]
-    near = {at: told(messages[max(0, at - 1) : at + 2]) for at in said}
+    near = {at: digests_of(messages[max(0, at - 1) : at + 2]) for at in said}
     for at in reversed(range(first, len(messages))):
         message = messages[at]
         under = indexes.under(REPLIED if at in near else HEARD, marks.link(scope, message))
@@ -101,7 +101,7 @@ def kept_traces(
 def is_new(node: Node, messages: Sequence[Message], at: int) -> bool:
     """Return whether the reply at `at` is none that `node` had in its own request already, after
     the same message: then the client gives it to many requests."""
-    pair = told(messages[max(0, at - 1) : at + 1])
+    pair = digests_of(messages[max(0, at - 1) : at + 1])
     return not node.told.startswith(pair) if at == 0 else pair not in node.told
 
 
@@ -116,7 +116,7 @@ def _is_of(node: Node, messages: Sequence[Message], at: int, near: Mapping[int, 
     """
     if at:
         begin = at - 2 if at - 2 in near else at - 1
-        if told(messages[begin:at]) not in node.told:
+        if digests_of(messages[begin:at]) not in node.told:
             return False
     known, total, place = 0, 0, 0
     for number, three in near.items():
@@ -231,7 +231,7 @@ class Search:
         self._opening = next(replied, len(self._messages))
         """Length of the beginning up to the first reply to the user."""
         self.beginning = self._chain[self._opening]
-        self.first = told(self._messages[:1])
+        self.first = digests_of(self._messages[:1])
         self.names: list[bytes] = []
         if arrival.session_header:
             self.names.append(

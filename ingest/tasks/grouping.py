@@ -25,7 +25,7 @@ from ingest.tasks.keys import (
     group_id_of,
     why_excluded,
 )
-from ingest.tasks.rewards import Scale, Told, reward_of, scale_of
+from ingest.tasks.rewards import Outcome, Scale, reward_of, scale_of
 from sidecar.settings.learning import Tasks
 from sidecar.store.database import count
 from sidecar.store.models import OVER, READY, ExchangeRow, FeedbackRow, TaskGroupRow, TaskMemberRow
@@ -35,7 +35,7 @@ STAGE: Final = "tasks"
 WITHOUT_OUTCOME: Final = "without_outcome"
 NO_SPREAD: Final = "no_spread"
 WAITING, SCORED, SET_ASIDE, DROPPED = "waiting", "scored", "set_aside", "dropped"
-MOST_TOLD: Final = 200
+MOST_OUTCOMES: Final = 200
 """Outcomes of a session that are read, those that count first."""
 MOST_READY: Final = 128
 """Sessions of one key, each caller's newest first, among which a group is looked for."""
@@ -101,17 +101,17 @@ def steps_of(session: Session, session_id: str) -> list[Step]:
     ]
 
 
-def told_of(session: Session, session_id: str) -> list[Told]:
+def outcomes_of(session: Session, session_id: str) -> list[Outcome]:
     """Read what was told of how a session ended; the newest of each voice first."""
     row, place = FeedbackRow, of_voice().label("place")
     found = session.execute(
         select(voice(), row.received_at, row.reward, row.success, row.done, place)
         .where(row.session_id == session_id, row.kind == "outcome")
         .order_by(place, row.seq.desc())
-        .limit(MOST_TOLD)
+        .limit(MOST_OUTCOMES)
     )
     return [
-        Told(voice=who, received_at=at, value=reward, success=success, done=bool(done))
+        Outcome(voice=who, received_at=at, value=reward, success=success, done=bool(done))
         for who, at, reward, success, done, _ in found
     ]
 
@@ -163,12 +163,12 @@ def close(
         if not steps:
             exclude(session, member, "moved")
             continue
-        told = told_of(session, member.session_id)
+        outcomes = outcomes_of(session, member.session_id)
         newest = max(step.began_at for step in steps)
-        ended = [one.received_at for one in told if one.ends and one.received_at >= newest]
+        ended = [one.received_at for one in outcomes if one.ends and one.received_at >= newest]
         if not ended and max(step.stored_at for step in steps) > now - IDLE_S:
             continue
-        if settings.learn != "ruler" and not any(one.tells for one in told):
+        if settings.learn != "ruler" and not any(one.tells for one in outcomes):
             count(session, STAGE, WITHOUT_OUTCOME)
             continue
         if (why := why_excluded(steps)) is not None:
@@ -232,7 +232,7 @@ def _settle(
         over_at = member.over_at or 0.0
         steps = [one for one in steps_of(session, member.session_id) if one.began_at <= over_at]
         why = why_excluded(steps)
-        reward = reward_of(told_of(session, member.session_id), scale)
+        reward = reward_of(outcomes_of(session, member.session_id), scale)
         if why is not None:
             exclude(session, member, why)
             unfit.append(member)
@@ -325,8 +325,8 @@ def correct(session: Session, session_ids: Collection[str], *, now: float) -> No
             continue
         members = members_of(session, group_id)
         scale = scale_in(session, group.project)
-        told = [reward_of(told_of(session, one.session_id), scale) for one in members]
-        rewards = [one for one in told if one is not None]
+        outcomes = [reward_of(outcomes_of(session, one.session_id), scale) for one in members]
+        rewards = [one for one in outcomes if one is not None]
         if len(rewards) == len(members) and rewards != [one.reward for one in members]:
             count(session, STAGE, "corrected")
             mark_scored(session, group, members, rewards, "outcome", now=now)

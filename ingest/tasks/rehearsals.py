@@ -462,7 +462,7 @@ def _shown(task: str, rows: Sequence[RehearsalRow]) -> dict[str, Any]:
     }
 
 
-def standing_of(session: Session, own: Rehearsals, *, now: float) -> dict[str, Any] | None:
+def rehearsals_status(session: Session, own: Rehearsals, *, now: float) -> dict[str, Any] | None:
     """Return what `sidecar status` tells, as a JSON object; None while nothing is rehearsed."""
     if not own.are_on:
         return None

@@ -15,7 +15,7 @@ wrong value among twenty moves no other reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class Outcome:
     """One outcome of a session."""
 
     voice: str
@@ -59,14 +59,14 @@ def scale_of(values: Sequence[float]) -> Scale:
     return Scale() if low >= 0.0 and high <= 1.0 else Scale(low=low, high=high)
 
 
-def reward_of(told: Sequence[Told], scale: Scale) -> float | None:
+def reward_of(outcomes: Sequence[Outcome], scale: Scale) -> float | None:
     """Return the reward of a session, 0..1; None when nobody told how it ended.
 
     Of one voice the newest counts, and voices are averaged: who tells often has one vote. Where an
     outcome has a value and a success, the value says more.
     """
-    newest: dict[str, Told] = {}
-    for one in sorted(told, key=lambda one: one.received_at):
+    newest: dict[str, Outcome] = {}
+    for one in sorted(outcomes, key=lambda one: one.received_at):
         if one.tells:
             newest[one.voice] = one
     rewards = [

@@ -17,7 +17,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from ingest.feedback.signals import ToolResult, in_words, tool_results
-from ingest.feedback.store import told_of_session
+from ingest.feedback.store import annotations_of_session
 from ingest.sessions.rows import conversation_of, parents_first
 from ingest.store.exchanges import StoredExchange, load_exchange
 from ingest.store.sessions import stored_name
@@ -44,7 +44,7 @@ class RecordedTrajectory:
     exchanges: int
     """Exchanges of the session, as far as they were looked at."""
     outcome: Mapping[str, Any]
-    """`success`, `reward`, `feedback_score` and `signals`, as `Told.summary` has them; `tools`:
+    """`success`, `reward`, `feedback_score` and `signals`, as `Annotations.summary` has them; `tools`:
     what is known of their results, in words."""
 
 
@@ -121,7 +121,8 @@ def load_trajectory(
         messages=tuple(messages),
         tools=tuple(tools),
         exchanges=len(rows),
-        outcome=told_of_session(session, known).summary() | {"tools": in_words(results.elements())},
+        outcome=annotations_of_session(session, known).summary()
+        | {"tools": in_words(results.elements())},
     )
 
 

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from ingest.errors import IngestError, JudgeReplyError
-from ingest.judge_prompt import looks, shown_trajectory
+from ingest.judge_prompt import appearance, shown_trajectory
 from ingest.privacy.texts import NotRedactedError, View, default_view
 from ingest.ruler.judge import Judge, LiteLlmJudge
 from ingest.ruler.prompt import TRAJECTORIES, RulerPrompt, write_prompt
@@ -86,7 +86,7 @@ async def score_trajectories(
     split = await asyncio.to_thread(split_common, trajectories)
     seen, shown_tools = await asyncio.to_thread(_hidden, split, tools, view or default_view())
     distinct, place_of = await asyncio.to_thread(
-        merged, seen.own, lambda one: tuple(map(looks, one))
+        merged, seen.own, lambda one: tuple(map(appearance, one))
     )
     if len(distinct) < 2:
         raise IdenticalError(f"all {len(trajectories)} trajectories are identical")
@@ -117,8 +117,8 @@ def split_common(trajectories: Sequence[Sequence[Mapping[str, Any]]]) -> Split:
     shown = [shown_trajectory(one) for one in trajectories]
     shared = 0
     for column in zip(*shown, strict=False):
-        first = looks(column[0])
-        if any(looks(other) != first for other in column[1:]):
+        first = appearance(column[0])
+        if any(appearance(other) != first for other in column[1:]):
             break
         shared += 1
     return Split(

@@ -163,7 +163,7 @@ class NotLoaded(msgspec.Struct, frozen=True, kw_only=True, tag="not_loaded"):
     why: str
 
 
-class Found(msgspec.Struct, frozen=True, kw_only=True, tag="found"):
+class Checked(msgspec.Struct, frozen=True, kw_only=True, tag="found"):
     """child -> parent. What was found of the next answer."""
 
     score: float | None = None
@@ -171,10 +171,10 @@ class Found(msgspec.Struct, frozen=True, kw_only=True, tag="found"):
     failed: FailureReason | None = None
 
 
-Reply = Loaded | NotLoaded | Found
+Reply = Loaded | NotLoaded | Checked
 _encoder = msgspec.msgpack.Encoder()
 _task = msgspec.msgpack.Decoder(Task)
-_reply: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Loaded | NotLoaded | Found)
+_reply: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Loaded | NotLoaded | Checked)
 
 
 def encode_frame(record: Task | Reply) -> bytes:
@@ -327,7 +327,7 @@ class ProcessChecker:
             except FrameError as error:
                 await child.kill()
                 return [*results, Failure(reason="crashed", why=shown(str(error)))]
-            if not isinstance(reply, Found):
+            if not isinstance(reply, Checked):
                 await child.kill()
                 return [*results, Failure(reason="crashed", why="it spoke out of turn")]
             if reply.failed is None:

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 from ingest.verifiers.built_in import BUILT_IN
 from ingest.verifiers.checkers import (
     AnswerSent,
-    Found,
+    Checked,
     Loaded,
     NotLoaded,
     Reply,
@@ -123,7 +123,7 @@ def _check(
 ) -> Reply:
     message = _object(answer.message)
     if request is None or message is None:
-        return Found(failed="unreadable", why="a body is no JSON object")
+        return Checked(failed="unreadable", why="a body is no JSON object")
     case = Case(
         request=request,
         message=message,
@@ -134,12 +134,12 @@ def _check(
     try:
         found = verifier.verify(case)
     except Exception as error:  # noqa: BLE001 - a stranger's code may raise anything
-        return Found(failed="error", why=shown(f"{type(error).__name__}: {error}"))
+        return Checked(failed="error", why=shown(f"{type(error).__name__}: {error}"))
     given = (found.score, found.why) if isinstance(found, Finding) else (found,)
     result = read_result(*given)
     if isinstance(result, Failure):
-        return Found(failed=result.reason, why=result.why)
-    return Found(score=result.score, why=result.why)
+        return Checked(failed=result.reason, why=result.why)
+    return Checked(score=result.score, why=result.why)
 
 
 def _object(body: bytes) -> dict[str, Any] | None:

@@ -50,7 +50,7 @@ class VerifierSeen(msgspec.Struct, frozen=True, kw_only=True):
     def failed(self, now: float, failure: Failure, *, whole: bool) -> VerifierSeen:
         """Note a failure. whole: no other answer got a finding, so it may not work at all."""
         fails = self.fails or (whole and failure.reason not in OF_THE_GROUP)
-        error = said_of(failure)[: conditions.MOST_CHARACTERS]
+        error = failure_words(failure)[: conditions.MOST_CHARACTERS]
         return msgspec.structs.replace(self, fails=fails, error_at=now, error=error)
 
     def is_news(self, told: VerifierSeen | None) -> bool:
@@ -61,7 +61,7 @@ class VerifierSeen(msgspec.Struct, frozen=True, kw_only=True):
         return any(new is not None and new - (old or 0.0) >= WRITE_AGAIN_S for new, old in times)
 
 
-def said_of(failure: Failure) -> str:
+def failure_words(failure: Failure) -> str:
     """Return a failure in words that quote no answer."""
     quiet = not failure.why or failure.reason in QUIET
     return failure.reason if quiet else f"{failure.reason}: {failure.why}"

@@ -100,17 +100,17 @@ class Exchange:
 
     def all(self, found: T) -> list[T]:
         """Return what every process found, by rank."""
-        told: list[Any] = [None] * self.size
+        report: list[Any] = [None] * self.size
         with self._bounded():
-            dist.all_gather_object(told, found)
-        return told
+            dist.all_gather_object(report, found)
+        return report
 
     def from_first(self, found: T | None) -> T | None:
         """Return what the first process has; the others give None."""
-        told: list[Any] = [found]
+        report: list[Any] = [found]
         with self._bounded():
-            dist.broadcast_object_list(told, src=0)
-        result: T | None = told[0]
+            dist.broadcast_object_list(report, src=0)
+        result: T | None = report[0]
         return result
 
     def add(self, tensors: Sequence[Tensor]) -> None:
@@ -138,8 +138,8 @@ class Exchange:
             digest.update(
                 tensors[name].detach().contiguous().cpu().view(torch.uint8).numpy().tobytes()
             )
-        told = self.all(digest.hexdigest())
-        others = [rank for rank, found in enumerate(told) if found != told[0]]
+        report = self.all(digest.hexdigest())
+        others = [rank for rank, found in enumerate(report) if found != report[0]]
         if others:
             raise RanksDisagreeError(
                 f"processes {', '.join(map(str, others))} of {self.size} have other weights or "
@@ -190,8 +190,8 @@ class Exchange:
             for rank, how in killed.items()
             if (place := self._noted(f"place/{rank}"))
         }
-        told = ", ".join(f"process {rank} {how}" for rank, how in killed.items())
-        return (f" ({told})" if told else ""), faults
+        report = ", ".join(f"process {rank} {how}" for rank, how in killed.items())
+        return (f" ({report})" if report else ""), faults
 
     def _noted(self, key: str) -> str:
         try:
@@ -241,7 +241,7 @@ def deal_by_cost(costs: Sequence[float], ranks: int) -> list[list[int]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class RankReport:
     asked: tuple[str, ...]
     """Ids of all the groups that were dealt: the processes must be at the same place."""
     found: Mapping[int, Any]
@@ -277,10 +277,10 @@ class DataParallel:
         except Exception as error:  # noqa: BLE001  it is raised again once the others know
             failed = error
         asked = tuple(group.group_id for group in groups)
-        told = self._exchanged(Told(asked, found), failed)
+        report = self._exchanged(RankReport(asked, found), failed)
         if failed is not None:
             raise failed
-        for rank, one in enumerate(told):
+        for rank, one in enumerate(report):
             if one.error:
                 text = f"process {rank} of {self.size} failed: {one.error}"
                 raise RankFailedError(text, one.faults)
@@ -289,7 +289,7 @@ class DataParallel:
                     f"process {rank} of {self.size} is at another place of the run than process "
                     f"{self.exchange.rank}; all need the same files under the same paths"
                 )
-        known = {place: value for one in told for place, value in one.found.items()}
+        known = {place: value for one in report for place, value in one.found.items()}
         return [known[place] for place in range(len(groups))]
 
     def add(self, tensors: Sequence[Tensor]) -> None:
@@ -313,9 +313,9 @@ class DataParallel:
         self.exchange.note_place("")
         return found
 
-    def _exchanged(self, told: Told, failed: Exception | None) -> list[Told]:
+    def _exchanged(self, report: RankReport, failed: Exception | None) -> list[RankReport]:
         if failed is not None:
             faults = failed.faults if isinstance(failed, FaultyGroupsError) else {}
             text = f"{type(failed).__name__}: {one_line(failed)}"
-            told = Told(told.asked, {}, text, faults)
-        return self.exchange.all(told)
+            report = RankReport(report.asked, {}, text, faults)
+        return self.exchange.all(report)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from learner.distributed.exchange import SLOW, DataParallel, Told
+from learner.distributed.exchange import SLOW, DataParallel, RankReport
 from learner.errors import FaultyGroupsError, RankLostError, RanksDisagreeError
 from learner.policy.architecture import blocks_of
 from learner.ranks import G
@@ -127,14 +127,14 @@ class Sharded(DataParallel):
         self.exchange.close()
         raise FaultyGroupsError(text, {group_id: fault} if group_id else {})
 
-    def _exchanged(self, told: Told, failed: Exception | None) -> list[Told]:
+    def _exchanged(self, report: RankReport, failed: Exception | None) -> list[RankReport]:
         if failed is not None and (
             self._open or isinstance(failed, (RankLostError, RanksDisagreeError))
         ):
             raise failed
         while (step := self._announce("done")) != "done":
             self._help(step)
-        return super(Sharded, self)._exchanged(told, failed)
+        return super(Sharded, self)._exchanged(report, failed)
 
     def _help(self, step: Step) -> None:
         self._helping = True

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 from urllib.parse import urlsplit
 
-from sidecar.access.limits import Allowance, Standing
+from sidecar.access.limits import Allowance, LimitState
 from sidecar.settings.kinds import is_loopback
 
 Header = tuple[bytes, bytes]
@@ -110,15 +110,15 @@ KEYS_UNKNOWN = Denial(
 )
 
 
-def over_limit(allowance: Allowance, standing: Standing, headers: tuple[Header, ...]) -> Denial:
+def over_limit(allowance: Allowance, state: LimitState, headers: tuple[Header, ...]) -> Denial:
     """The 429 of a key whose limit is used up. headers: those of `rate_headers`."""
-    seconds = max(1, math.ceil(standing.retry_after_s))
-    if standing.refused == "tokens_per_day":
+    seconds = max(1, math.ceil(state.retry_after_s))
+    if state.refused == "tokens_per_day":
         spent = f"its {allowance.tokens_per_day} tokens of today (UTC)"
     else:
         spent = f"its {allowance.requests_per_minute} requests per minute"
     return Denial(
-        reason=standing.refused or "",
+        reason=state.refused or "",
         status=429,
         message=f"This API key has used up {spent}. Try again in {seconds} s, or ask the operator "
         "of this sidecar for a higher limit.",
@@ -128,21 +128,21 @@ def over_limit(allowance: Allowance, standing: Standing, headers: tuple[Header, 
     )
 
 
-def rate_headers(allowance: Allowance, standing: Standing) -> tuple[Header, ...]:
+def rate_headers(allowance: Allowance, state: LimitState) -> tuple[Header, ...]:
     """The headers that OpenAI documents under "Rate limits in headers", for the key's limits."""
     requests: tuple[Header, ...] = ()
     tokens: tuple[Header, ...] = ()
     if allowance.requests_per_minute is not None:
         requests = (
             (b"x-ratelimit-limit-requests", b"%d" % allowance.requests_per_minute),
-            (b"x-ratelimit-remaining-requests", b"%d" % standing.requests_left),
-            (b"x-ratelimit-reset-requests", duration(standing.requests_reset_s)),
+            (b"x-ratelimit-remaining-requests", b"%d" % state.requests_left),
+            (b"x-ratelimit-reset-requests", duration(state.requests_reset_s)),
         )
     if allowance.tokens_per_day is not None:
         tokens = (
             (b"x-ratelimit-limit-tokens", b"%d" % allowance.tokens_per_day),
-            (b"x-ratelimit-remaining-tokens", b"%d" % standing.tokens_left),
-            (b"x-ratelimit-reset-tokens", duration(standing.tokens_reset_s)),
+            (b"x-ratelimit-remaining-tokens", b"%d" % state.tokens_left),
+            (b"x-ratelimit-reset-tokens", duration(state.tokens_reset_s)),
         )
     return requests + tokens
 

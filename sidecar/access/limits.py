@@ -75,7 +75,7 @@ class Usage(NamedTuple):
     """Tokens spent in `day`."""
 
 
-class Standing(NamedTuple):
+class LimitState(NamedTuple):
     """What is left of a key's limits after one request."""
 
     refused: str | None
@@ -94,7 +94,7 @@ class Limiter(Protocol):
     """Counts what keys use. Never raises and never waits longer than 2 ms: the event loop calls
     it."""
 
-    def take(self, key_id: str, allowance: Allowance, now: float) -> Standing:
+    def take(self, key_id: str, allowance: Allowance, now: float) -> LimitState:
         """Ask for one request. now: unix seconds."""
         ...
 
@@ -115,7 +115,7 @@ def is_spent_record(usage: Usage, now: float) -> bool:
     return usage.day < _day(now) and now - usage.at > MINUTE_S
 
 
-def take(usage: Usage, allowance: Allowance, now: float) -> tuple[Usage, Standing]:
+def take(usage: Usage, allowance: Allowance, now: float) -> tuple[Usage, LimitState]:
     """Take one request from the bucket. Returns: the usage after it, and whether it is admitted.
 
     A refused request takes nothing from the bucket.
@@ -134,7 +134,7 @@ def take(usage: Usage, allowance: Allowance, now: float) -> tuple[Usage, Standin
             refused = "requests_per_minute"
             retry_after_s = (1.0 - usage.requests) * MINUTE_S / per_minute
     missing = per_minute - usage.requests if per_minute is not None else 0.0
-    return usage, Standing(
+    return usage, LimitState(
         refused,
         int(usage.requests),
         missing * MINUTE_S / per_minute if per_minute is not None else 0.0,
@@ -193,10 +193,10 @@ class MemoryLimiter:
         self._usages: dict[str, Usage] = {}
         self._sweep_at = SWEEP_AT
 
-    def take(self, key_id: str, allowance: Allowance, now: float) -> Standing:
-        usage, standing = take(self._usage(key_id, allowance, now), allowance, now)
+    def take(self, key_id: str, allowance: Allowance, now: float) -> LimitState:
+        usage, state = take(self._usage(key_id, allowance, now), allowance, now)
         self._usages[key_id] = usage
-        return standing
+        return state
 
     def charge(self, key_id: str, allowance: Allowance, tokens: int, now: float) -> None:
         tokens = believed(tokens, self._lost)
@@ -286,18 +286,18 @@ class TableLimiter:
         """Key id -> its usage when last seen, with what this worker has done since."""
         self._debts: dict[str, _Debt] = {}
 
-    def take(self, key_id: str, allowance: Allowance, now: float) -> Standing:
+    def take(self, key_id: str, allowance: Allowance, now: float) -> LimitState:
         place = self._enter(key_id, now)
         if place == _NO_SLOT:
             return self._memory.take(key_id, allowance, now)
         try:
-            usage, standing = take(self._found(place, key_id, allowance, now), allowance, now)
+            usage, state = take(self._found(place, key_id, allowance, now), allowance, now)
             self._keep(place, key_id, usage)
         finally:
             self._unlock(place)
-        if place == _NO_LOCK and standing.refused is None:
+        if place == _NO_LOCK and state.refused is None:
             self._owe(key_id, allowance, requests=1)
-        return standing
+        return state
 
     def charge(self, key_id: str, allowance: Allowance, tokens: int, now: float) -> None:
         tokens = believed(tokens, self._lost)

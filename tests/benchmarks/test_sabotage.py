@@ -7,7 +7,7 @@ import asyncio
 import httpx
 
 from benchmarks.sabotage.adapters import GOOD, HANGING, NOISE
-from benchmarks.sabotage.play import Exposed, Played, Told
+from benchmarks.sabotage.play import Exposed, Outcome, Played
 from benchmarks.sabotage.run import targets_of
 from benchmarks.sabotage.stalling import stalling
 from benchmarks.sabotage.visitors import Visit
@@ -20,8 +20,8 @@ def played(case: str, state: str, **more: float) -> Played:
     return Played(case=case, adapter="a", state=state, reason="r", **{**values, **more})  # type: ignore[arg-type]
 
 
-def told(*, failed: int, elsewhere: int, exposed: int = 0, good: str = "promoted") -> Told:
-    return Told(
+def told(*, failed: int, elsewhere: int, exposed: int = 0, good: str = "promoted") -> Outcome:
+    return Outcome(
         played=[played(GOOD, good), played(NOISE, "rolled_back"), played(HANGING, "rolled_back")],
         exposed={
             GOOD: Exposed(sessions=9, failed=failed),
@@ -33,7 +33,7 @@ def told(*, failed: int, elsewhere: int, exposed: int = 0, good: str = "promoted
     )
 
 
-def failing(one: Told) -> list[str]:
+def failing(one: Outcome) -> list[str]:
     return [target.what for target in targets_of("gated", one) if not target.holds]
 
 

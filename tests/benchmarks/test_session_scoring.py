@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from benchmarks.sessions.records import Found, SentRequest, Side
+from benchmarks.sessions.records import Placement, SentRequest, Side
 from benchmarks.sessions.scoring import leak, right_parents, right_sessions
 from benchmarks.sessions.twins import settled, twins_of
 from benchmarks.sessions.wrong import wrong
@@ -46,9 +46,9 @@ def sent(
     )
 
 
-def found(**named: tuple[str, str | None]) -> dict[str, Found]:
+def found(**named: tuple[str, str | None]) -> dict[str, Placement]:
     return {
-        name: Found(exchange_id=name, session=session, parent=parent)
+        name: Placement(exchange_id=name, session=session, parent=parent)
         for name, (session, parent) in named.items()
     }
 
@@ -98,8 +98,8 @@ def test_a_session_that_is_corrected_after_its_decision_leaks_all_the_same(
     names = [f"s{number}" for number in range(100)]
     inside = next(name for name in names if is_held_out(name, 0.1))
     outside = next(name for name in names if not is_held_out(name, 0.1))
-    first = Found(exchange_id="b2", session=inside, parent=None, at=4.0)
-    then = Found(exchange_id="b2", session=outside, parent="b1", at=corrected_at, side=side)
+    first = Placement(exchange_id="b2", session=inside, parent=None, at=4.0)
+    then = Placement(exchange_id="b2", session=outside, parent="b1", at=corrected_at, side=side)
 
     assert leak(STREAM, [first, then], settle_s=10.0) == leaked
 

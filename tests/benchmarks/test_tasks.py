@@ -62,7 +62,7 @@ def test_groups_are_of_told_sessions_and_hold_a_user_once() -> None:
     night = play(a_site(), FLAT, rng, 0)
     assert all(len(group) == SIZE for group in groups(as_played(night, rng)))
     for group in groups(survivors(night, rng)):
-        assert all(one.told for one, _ in group)
+        assert all(one.outcomes for one, _ in group)
     for group in groups(one_user(night, rng)):
         assert sum(one.ready.caller == "user:one" for one, _ in group) <= 1
 

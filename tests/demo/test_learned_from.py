@@ -12,7 +12,7 @@ from demo.agent import SupportAgent
 from demo.questions import load_questions
 from demo.stack import MODEL, MODEL_FOLDER
 from ingest.grouping.request import EngineFacts, read_defaults
-from ingest.grouping.selection import Rules, Standing, select_exchanges
+from ingest.grouping.selection import Rules, StoreState, select_exchanges
 from sidecar.capture.assemble import assemble
 from sidecar.records import BASE, Assignment, Exchange, RawCapture, Timings, read_prompt_ids
 
@@ -94,10 +94,12 @@ async def test_every_answer_of_the_demos_agent_is_chosen_and_trained_on() -> Non
         logprobs_mode="processed_logprobs",
         facts=EngineFacts(defaults=read_defaults(str(MODEL_FOLDER)), grammar="as_asked"),
     )
-    standing = Standing(live_adapters=frozenset({BASE}), pending_groups=0, groups_by_session={})
+    store_state = StoreState(
+        live_adapters=frozenset({BASE}), pending_groups=0, groups_by_session={}
+    )
 
     exchanges = [read_prompt_ids(exchange_of(n, body)) for n, body in enumerate(bodies)]
-    decisions = select_exchanges([(exchange, False) for exchange in exchanges], standing, rules)
+    decisions = select_exchanges([(exchange, False) for exchange in exchanges], store_state, rules)
 
     assert {decision.reason for decision in decisions} == {"chosen"}
     answers = [answer for one in decisions if one.group for answer in one.group.answers]

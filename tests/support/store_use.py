@@ -70,7 +70,7 @@ from ingest.tasks.enrol import IDLE, SEEN
 from ingest.tasks.judging import TaskJudging
 from ingest.tasks.keys import IDLE_S, group_id_of as task_group_id
 from ingest.tasks.material import load_task_group
-from ingest.tasks.rehearsals import RehearsalWorker, rehearsed_tasks, standing_of
+from ingest.tasks.rehearsals import RehearsalWorker, rehearsals_status, rehearsed_tasks
 from ingest.trajectories.recorded import load_trajectory
 from ingest.verifiers.records import Finding
 from ingest.verifiers.rewarding import Rewarding
@@ -506,7 +506,7 @@ async def _rehearse(use: _Use) -> None:
     with use.database.read() as session:
         assert rehearsed_tasks(session)
         assert earlier_signals(session, MODEL) == ()
-        assert standing_of(session, own, now=use.clock.now)
+        assert rehearsals_status(session, own, now=use.clock.now)
 
 
 async def _examine(

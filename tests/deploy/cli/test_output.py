@@ -8,7 +8,7 @@ import pytest
 
 from deploy.admin.text import reply_lines
 from deploy.cli.output import print_found
-from deploy.text import found_lines, table_lines
+from deploy.text import record_lines, table_lines
 
 NOW = 1_795_262_400.0  # 2026-11-21 12:00 UTC
 
@@ -29,7 +29,7 @@ def test_a_record_is_in_words_and_not_in_values_of_python() -> None:
         "next_step_earliest_at": NOW - 3_600,
     }
 
-    assert found_lines(record, NOW) == [
+    assert record_lines(record, NOW) == [
         "paused: yes",
         "changed: no",
         "reason: -",
@@ -49,13 +49,13 @@ def test_a_record_is_in_words_and_not_in_values_of_python() -> None:
 def test_an_empty_line_stands_between_two_records_of_a_listing() -> None:
     listing = {"items": [{"name": "a"}, {"name": "b", "after": {"paused": False}}]}
 
-    assert found_lines(listing, NOW) == ["name: a", "", "name: b", "after:", "  paused: no"]
+    assert record_lines(listing, NOW) == ["name: a", "", "name: b", "after:", "  paused: no"]
 
 
 def test_each_item_of_a_list_in_a_record_begins_with_a_dash() -> None:
     record = {"metrics": [{"name": "a", "of": [{"x": 1}]}, {"name": "b", "why": "-"}], "end": 1}
 
-    assert found_lines(record, NOW) == [
+    assert record_lines(record, NOW) == [
         "metrics:",
         "  - name: a",
         "    of:",
@@ -67,7 +67,7 @@ def test_each_item_of_a_list_in_a_record_begins_with_a_dash() -> None:
 
 
 def test_an_empty_listing_says_none() -> None:
-    assert found_lines({"items": []}, NOW) == ["none"]
+    assert record_lines({"items": []}, NOW) == ["none"]
 
 
 @pytest.mark.parametrize("output", ["text", "json"])

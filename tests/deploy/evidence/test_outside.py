@@ -15,8 +15,8 @@ from deploy.evidence.live import (
     add_check,
     away,
     broken_guardrail,
+    holding_signal,
     outcome_of,
-    standing,
     unseen,
 )
 
@@ -88,9 +88,9 @@ def test_errors_hold_at_their_limit_and_say_what_to_do() -> None:
 def test_a_signal_stands_until_it_recovers_and_rolls_nothing_back() -> None:
     failing = after("failing", "failing", "failing", mode="signal")
 
-    assert standing({"m": failing}) is not None
+    assert holding_signal({"m": failing}) is not None
     assert broken_guardrail({"m": failing}) is None
-    assert standing({"m": add_check(failing, Check(at=9.0, outcome="ok", value=0.0))}) is None
+    assert holding_signal({"m": add_check(failing, Check(at=9.0, outcome="ok", value=0.0))}) is None
 
 
 def test_a_dry_run_gates_nothing() -> None:
@@ -99,7 +99,7 @@ def test_a_dry_run_gates_nothing() -> None:
         "n": many("error", 9, mode="dry_run"),
     }
 
-    assert (broken_guardrail(metrics), standing(metrics), away(metrics)) == (None, None, None)
+    assert (broken_guardrail(metrics), holding_signal(metrics), away(metrics)) == (None, None, None)
 
 
 def test_a_failure_from_before_says_nothing_of_what_serves_now() -> None:

@@ -15,7 +15,7 @@ from deploy.page.text import (
     AWAY_S,
     MOST_POINTS,
     MOST_ROWS,
-    Looked,
+    Visits,
     changes,
     clock,
     differences,
@@ -151,19 +151,19 @@ def test_names_are_short_where_they_are_of_our_form() -> None:
 
 
 def test_a_visit_ends_when_its_visitor_was_away() -> None:
-    first = Looked().again(100.0, lost=5)
+    first = Visits().again(100.0, lost=5)
     reloaded = first.again(100.0 + AWAY_S, lost=7)
     back = reloaded.again(100.0 + 2 * AWAY_S + 1.0, lost=9)
 
-    assert first == Looked(before=0.0, last=100.0, lost_before=5, lost_last=5)
-    assert reloaded == Looked(before=0.0, last=1_000.0, lost_before=5, lost_last=7)
-    assert back == Looked(before=1_000.0, last=1_901.0, lost_before=7, lost_last=9)
+    assert first == Visits(before=0.0, last=100.0, lost_before=5, lost_last=5)
+    assert reloaded == Visits(before=0.0, last=1_000.0, lost_before=5, lost_last=7)
+    assert back == Visits(before=1_000.0, last=1_901.0, lost_before=7, lost_last=9)
     assert read_looked(back.cookie(), 2_000.0) == back
 
 
 @pytest.mark.parametrize("at", [1_000_000.0, 1_000_000.2, 1_000_000.7, NOON + 0.999_999_9])
 def test_what_was_seen_stays_seen_at_any_part_of_a_second(at: float) -> None:
-    seen = Looked().seen(at, lost=3)
+    seen = Visits().seen(at, lost=3)
 
     for now in (at, at + 0.05):
         assert read_looked(seen.cookie(), now) == seen
@@ -188,7 +188,7 @@ def test_what_was_seen_stays_seen_at_any_part_of_a_second(at: float) -> None:
     ],
 )
 def test_a_cookie_that_somebody_made_up_is_a_first_visit(cookie: str | None) -> None:
-    assert read_looked(cookie, 100.0) == Looked()
+    assert read_looked(cookie, 100.0) == Visits()
 
 
 def test_changes_name_the_candidate_and_tell_a_rejection_from_a_rollback() -> None:

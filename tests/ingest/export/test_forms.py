@@ -10,7 +10,7 @@ import pytest
 from openai.types.chat.chat_completion import Choice as ChatChoice
 
 from ingest.export import art_group, exchange_object, preference, prompt_completion
-from ingest.feedback.store import FeedbackEntry, SignalEntry, Told
+from ingest.feedback.store import Annotations, FeedbackEntry, SignalEntry
 from ingest.records import Answer, Group, Rewarded, ScoredGroup
 from ingest.sessions.messages import Place
 from ingest.store.exchanges import StoredExchange
@@ -123,7 +123,7 @@ def test_the_best_and_the_worst_answer_are_a_preference() -> None:
     assert (row["score_chosen"], row["score_rejected"]) == (0.9, 0.1)
 
 
-TOLD = Told(
+TOLD = Annotations(
     feedback=(
         FeedbackEntry(
             feedback_id="f1",

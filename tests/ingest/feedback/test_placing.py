@@ -8,7 +8,7 @@ import pytest
 from sqlalchemy import select
 
 from ingest.feedback import store
-from ingest.feedback.store import Told, told_of, told_of_session
+from ingest.feedback.store import Annotations, annotations_of, annotations_of_session
 from ingest.intake.choose import Sessions
 from sidecar.feedback import Feedback, encode_feedback
 from sidecar.records import Exchange, Timings
@@ -30,12 +30,12 @@ def take_each(
         kit.take(record, sessions=sessions)
 
 
-def told(kit: Kit, name: str = "e1") -> Told:
+def told(kit: Kit, name: str = "e1") -> Annotations:
     with kit.database.read() as session:
-        return told_of(session, [name])[name]
+        return annotations_of(session, [name])[name]
 
 
-def scores(found: Told) -> list[tuple[float | None, bool]]:
+def scores(found: Annotations) -> list[tuple[float | None, bool]]:
     return [(one.score, one.counts) for one in found.feedback]
 
 
@@ -206,7 +206,7 @@ def test_no_key_reaches_another_project(kit: Kit, first: str, kind: str, target:
 
     take_each(kit, first, theirs, ours)
 
-    assert told(kit) == Told()
+    assert told(kit) == Annotations()
     assert "joined" not in kit.counts("feedback")
     (row,) = kit.scalars(select(FeedbackRow))
     assert (row.exchange_id, row.session_id) == (None, None)
@@ -224,7 +224,7 @@ def test_sessions_and_traces_are_targets_too(kit: Kit, first: str, kind: str, ta
 
     assert told(kit).summary()["success"] is True
     with kit.database.read() as session:
-        assert [one.target for one in told_of_session(session, "h:s").feedback] == [target]
+        assert [one.target for one in annotations_of_session(session, "h:s").feedback] == [target]
 
 
 @pytest.mark.both_stores
@@ -239,8 +239,8 @@ def test_a_session_that_becomes_part_of_another_keeps_its_make_feedback(kit: Kit
     kit.take(kit.exchange("early", request=opening), sessions=sessions)
 
     with kit.database.read() as session:
-        assert len(told_of_session(session, "early").feedback) == 1
-        assert told_of_session(session, "late") == Told()
+        assert len(annotations_of_session(session, "early").feedback) == 1
+        assert annotations_of_session(session, "late") == Annotations()
 
 
 def test_feedback_that_no_store_can_hold_is_put_aside_alone(kit: Kit) -> None:

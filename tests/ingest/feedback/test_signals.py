@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import select
 
 from ingest.feedback.signals import alike, in_words, since_answer, tool_error, tool_results
-from ingest.feedback.store import find_abandoned, told_of
+from ingest.feedback.store import annotations_of, find_abandoned
 from ingest.intake.choose import Sessions
 from ingest.sessions.rows import conversation_of
 from sidecar.records import Exchange, Timings
@@ -134,7 +134,7 @@ def test_a_signal_is_shown_with_its_exchange(kit: Kit) -> None:
     store(kit, CASES["the last message edited"][0])
 
     with kit.database.read() as session:
-        (signal,) = told_of(session, ["next"])["next"].signals
+        (signal,) = annotations_of(session, ["next"])["next"].signals
 
     assert (signal.kind, signal.by_id, signal.at) == ("correction", "edited", 30.0)
     assert signal.evidence["after_s"] == 9.0

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ingest.grouping.request import HARD_MASKS, EngineFacts, candidate_body
-from ingest.grouping.selection import Decision, Standing, rules_of, select_exchanges
+from ingest.grouping.selection import Decision, StoreState, rules_of, select_exchanges
 from sidecar.settings import Settings
 from support.ingest_kit import REQUEST, Kit
 
@@ -30,10 +30,12 @@ HARD: dict[str, dict[str, Any]] = {
 
 
 def decide(kit: Kit, fields: dict[str, Any], **rules: Any) -> Decision:
-    standing = Standing(live_adapters=frozenset({"base"}), pending_groups=0, groups_by_session={})
+    store_state = StoreState(
+        live_adapters=frozenset({"base"}), pending_groups=0, groups_by_session={}
+    )
     exchange = kit.exchange("e1", request={**REQUEST, **fields})
     chosen = kit.rules(**{"structured_output": "free_tokens", **rules})
-    (decision,) = select_exchanges([(exchange, False)], standing, chosen)
+    (decision,) = select_exchanges([(exchange, False)], store_state, chosen)
     return decision
 
 

@@ -15,14 +15,14 @@ from ingest.grouping.request import (
     candidate_temperature,
     dump_facts,
 )
-from ingest.grouping.selection import Decision, Standing, rules_of, select_exchanges
+from ingest.grouping.selection import Decision, StoreState, rules_of, select_exchanges
 from ingest.records import Answer
 from sidecar.records import Sampling
 from sidecar.settings import Serving, Settings
 from sidecar.store.database import set_flag
 from support.ingest_kit import Kit
 
-STANDING = Standing(live_adapters=frozenset({"base"}), pending_groups=0, groups_by_session={})
+STANDING = StoreState(live_adapters=frozenset({"base"}), pending_groups=0, groups_by_session={})
 FUNCTION: dict[str, Any] = {"name": "look_up", "parameters": {"type": "object"}}
 TOOLS = [{"type": "function", "function": FUNCTION}]
 STRICT = [*TOOLS, {"type": "function", "function": {**FUNCTION, "strict": True}}]

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from ingest.grouping.selection import Standing, select_exchanges
+from ingest.grouping.selection import StoreState, select_exchanges
 from ingest.records import Answer
 from sidecar.records import Exchange, Sampling
 from support.ingest_kit import Kit
 
-STANDING = Standing(
+STANDING = StoreState(
     live_adapters=frozenset({"base", "smollm--v2"}), pending_groups=0, groups_by_session={}
 )
 
@@ -19,12 +19,14 @@ STANDING = Standing(
 def reasons(
     kit: Kit,
     *exchanges: Exchange,
-    standing: Standing = STANDING,
+    store_state: StoreState = STANDING,
     held_out: bool = False,
     **rules: Any,
 ) -> list[str]:
     batch = [(exchange, held_out) for exchange in exchanges]
-    return [decision.reason for decision in select_exchanges(batch, standing, kit.rules(**rules))]
+    return [
+        decision.reason for decision in select_exchanges(batch, store_state, kit.rules(**rules))
+    ]
 
 
 def answers_of(kit: Kit, exchange: Exchange, **rules: Any) -> tuple[Answer, ...]:
@@ -160,22 +162,24 @@ def test_the_rate_is_a_hash_of_the_exchange_and_not_a_toss(kit: Kit) -> None:
 
 
 def test_a_session_gets_no_more_groups_than_its_cap_counting_those_it_had(kit: Kit) -> None:
-    standing = Standing(
+    store_state = StoreState(
         live_adapters=frozenset({"base"}), pending_groups=0, groups_by_session={"m:s": 1}
     )
     turns = [kit.exchange(f"e{n}", session_key="m:s") for n in range(3)]
     other = kit.exchange("o", session_key="m:t")
 
-    found = reasons(kit, *turns, other, standing=standing, max_groups_per_session=2)
+    found = reasons(kit, *turns, other, store_state=store_state, max_groups_per_session=2)
 
     assert found == ["chosen", "session_cap", "session_cap", "chosen"]
 
 
 def test_beyond_the_places_for_pending_groups_exchanges_are_left_in_the_backlog(kit: Kit) -> None:
-    standing = Standing(live_adapters=frozenset({"base"}), pending_groups=3, groups_by_session={})
+    store_state = StoreState(
+        live_adapters=frozenset({"base"}), pending_groups=3, groups_by_session={}
+    )
     exchanges = [kit.exchange(f"e{n}") for n in range(3)]
 
-    found = reasons(kit, *exchanges, standing=standing, max_pending_groups=4)
+    found = reasons(kit, *exchanges, store_state=store_state, max_pending_groups=4)
 
     assert found == ["chosen", "backlog", "backlog"]
 

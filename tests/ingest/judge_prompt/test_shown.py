@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 
-from ingest.judge_prompt import looks, shown_answer, shown_context, shown_trajectory, without_media
+from ingest.judge_prompt import (
+    appearance,
+    shown_answer,
+    shown_context,
+    shown_trajectory,
+    without_media,
+)
 
 
 def call(name: str, ident: str | None, arguments: str = "{}") -> dict[str, Any]:
@@ -64,7 +70,7 @@ def test_trajectories_that_differ_in_drawn_ids_and_the_writing_of_arguments_look
             {"role": "assistant", "content": "", "tool_calls": [call("a", ident, arguments)]},
             {"role": "tool", "tool_call_id": ident, "content": "ok"},
         ]
-        return [looks(message) for message in shown_trajectory(messages)]
+        return [appearance(message) for message in shown_trajectory(messages)]
 
     assert one("x", '{"a": 1, "b": 2}') == one("y", '{"b":2,"a":1}')
     assert one("x", '{"a": 1}') != one("x", '{"a": 2}')
@@ -79,7 +85,7 @@ def test_a_refusal_speech_and_silence_are_shown_as_what_they_are() -> None:
     assert shown_answer(spoken) == {"content": "", "transcript": "By noon."}
     assert shown_answer(empty) == {"content": ""}
     assert [one["content"] for one in shown_trajectory([refusal, spoken, empty])] == ["", "", ""]
-    assert len({looks(shown_answer(one)) for one in (refusal, spoken, empty)}) == 3
+    assert len({appearance(shown_answer(one)) for one in (refusal, spoken, empty)}) == 3
 
 
 def test_what_a_parser_kept_back_is_shown_as_the_text_that_a_whole_reply_has() -> None:
@@ -189,8 +195,8 @@ def test_answers_with_different_images_do_not_look_the_same() -> None:
         {"role": "assistant", "content": [{"type": "image", "image_url": data_url(data)}]}
         for data in (RED, RED, BLUE)
     )
-    assert looks(shown_answer(red)) == looks(shown_answer(again))
-    assert looks(shown_answer(red)) != looks(shown_answer(blue))
+    assert appearance(shown_answer(red)) == appearance(shown_answer(again))
+    assert appearance(shown_answer(red)) != appearance(shown_answer(blue))
 
 
 def test_deep_parts_are_searched_to_a_bound() -> None:

@@ -21,7 +21,7 @@ from ingest.reward_watch.store import (
     ask,
     current_profile,
     line_of,
-    look_at_answers,
+    read_answers,
     read_override,
     refresh,
     stored_profile,
@@ -72,7 +72,7 @@ def watched(database: Database) -> dict[str, set[str]]:
 
 
 def look(database: Database, window: int = 2_000) -> int:
-    return look_at_answers(database, window=window, now=NOW)[0]
+    return read_answers(database, window=window, now=NOW)[0]
 
 
 def profile(database: Database, adapter: str = "base", limits: Limits = LIMITS) -> Profile:
@@ -135,8 +135,8 @@ def test_the_answer_that_the_user_got_counts(kit: Kit, database: Database) -> No
 def test_what_was_just_stored_waits(kit: Kit, database: Database) -> None:
     kit.store(served(kit, "a"))
 
-    assert look_at_answers(database, window=10, now=3.0)[0] == 0
-    assert look_at_answers(database, window=10, now=7.0)[0] == 1
+    assert read_answers(database, window=10, now=3.0)[0] == 0
+    assert read_answers(database, window=10, now=7.0)[0] == 1
 
 
 @pytest.mark.both_stores

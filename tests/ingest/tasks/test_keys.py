@@ -15,7 +15,7 @@ from ingest.tasks.keys import (
     template_of,
     why_excluded,
 )
-from ingest.tasks.rewards import Scale, Told, reward_of, scale_of
+from ingest.tasks.rewards import Outcome, Scale, reward_of, scale_of
 
 
 def request(text: str, system: str = "You help.") -> dict[str, object]:
@@ -169,8 +169,8 @@ def test_a_draw_is_full_or_empty(crowd: list[tuple[str, float]], size: int, kind
 # The reward of a session by its outcomes.
 
 
-def told(voice: str = "shop", at: float = 1.0, **changes: object) -> Told:
-    return Told(voice=voice, received_at=at, **changes)  # type: ignore[arg-type]
+def told(voice: str = "shop", at: float = 1.0, **changes: object) -> Outcome:
+    return Outcome(voice=voice, received_at=at, **changes)  # type: ignore[arg-type]
 
 
 def test_a_session_that_nobody_told_of_has_no_reward() -> None:

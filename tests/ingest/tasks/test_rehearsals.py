@@ -23,8 +23,8 @@ from ingest.tasks.rehearsals import (
     RehearsalWorker,
     choose_task,
     in_order,
+    rehearsals_status,
     rehearsed_tasks,
-    standing_of,
 )
 from ingest.tasks.runner import Scenario
 from sidecar import conditions
@@ -159,7 +159,7 @@ async def test_attempts_at_a_recorded_task_become_one_group(play: Play, tmp_path
     assert sorted(one.reward or 0.0 for one in members.values()) == [0.0, 1.0]
     with play.database.read() as session:
         (listed,) = rehearsed_tasks(session)
-        standing = standing_of(session, play.settings.rehearsals, now=play.tasks.now)
+        standing = rehearsals_status(session, play.settings.rehearsals, now=play.tasks.now)
     assert (listed["attempts"], listed["spread"], listed["tokens"]) == (2, 1.0, 28)
     assert listed["outcomes"] == [1.0, 0.0]
     assert standing is not None

@@ -21,7 +21,7 @@ from sqlalchemy import and_, case, func, or_, select
 from sqlalchemy.orm import Session
 
 from deploy.canary.live_turns import TURN_COLUMNS, Row
-from deploy.evidence.live import Live, ToldKind, Turn
+from deploy.evidence.live import ClientReportKind, Live, Turn
 from deploy.records import Canary
 from ingest.feedback.store import of_voice, voice
 from sidecar.lines import Line, public_model
@@ -42,7 +42,7 @@ class _Said(NamedTuple):
     session_id: str | None
     project: str
     key_id: str
-    kind: ToldKind
+    kind: ClientReportKind
     target_kind: str
     target: str
     received_at: float
@@ -70,7 +70,7 @@ _COLUMNS = (
 )
 
 
-class Told:
+class ClientReports:
     """Keeps how far one canary's ramp was read between ticks."""
 
     def __init__(self, wait_s: float, line: Line) -> None:
@@ -97,7 +97,7 @@ class Told:
         if not page:
             return False
         self._mark = page[-1].seq
-        first: dict[tuple[str, ToldKind], _Said] = {}
+        first: dict[tuple[str, ClientReportKind], _Said] = {}
         for row in page:
             if row.session_id and row.value is not None and self._line.has(row.project):
                 first.setdefault((row.session_id, row.kind), row)
@@ -120,7 +120,7 @@ def _mean(said: Iterable[_Said]) -> float:
     return fmean(fmean(of.values()) for of in newest.values())
 
 
-def _said(session: Session, name: str, kind: ToldKind, until: float) -> Sequence[_Said]:
+def _said(session: Session, name: str, kind: ClientReportKind, until: float) -> Sequence[_Said]:
     """Return what was told of a session and stored by `until` (Unix seconds)."""
     row, place = FeedbackRow, of_voice().label("place")
     known = and_(row.session_id == name, row.kind == kind, row.stored_at <= until)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from sqlalchemy import update
 
-from deploy.canary.told import Told
-from deploy.evidence.live import Live, ToldState
+from deploy.canary.client_reports import ClientReports
+from deploy.evidence.live import ClientReportState, Live
 from deploy.registry.proof_rule import ratios_of
 from ingest.feedback.deriving import save_feedback
 from sidecar.feedback import Caller, Kind, decode_feedback, encode_feedback, read_feedback
@@ -53,13 +53,13 @@ def serve(world: World, name: str, *, canary: bool, **changes: Any) -> str:
 def heard(world: World) -> Live:
     live = Live(ratios_of())
     with world.database.read() as session:
-        reader = Told(world.rules.turn_wait_s, world.line)
+        reader = ClientReports(world.rules.turn_wait_s, world.line)
         canary = replace(ramping(), ramp_began_at=100.0)
         assert not reader.read(session, canary, live, world.clock.now)
     return live
 
 
-def means(state: ToldState) -> tuple[float | None, float | None]:
+def means(state: ClientReportState) -> tuple[float | None, float | None]:
     return state.mean(canary=True), state.mean(canary=False)
 
 
