@@ -330,7 +330,8 @@ def _request(contents: Contents, exchange_id: str) -> dict[str, Any]:
         request = json.loads(contents[exchange_id].request)
     except (*DAMAGE, RecursionError):
         return {}
-    usable = isinstance(request, dict) and isinstance(request.get("messages"), list)
+    messages = request.get("messages") if isinstance(request, dict) else None
+    usable = isinstance(messages, list) and all(isinstance(one, dict) for one in messages)
     return request if usable else {}
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -25,6 +26,7 @@ from sqlalchemy.orm import Session
 from deploy.canary import gate_store
 from deploy.canary.gate import (
     ARM_FAULT,
+    ATTEMPTS,
     SET_ASIDE,
     TRY_LATER,
     WAITS,
@@ -40,11 +42,16 @@ from deploy.evidence.quality import Quality
 from deploy.records import Canary, version_of
 from deploy.registry import proof_rule
 from deploy.registry.canary_rule import Comparison, quality_of
-from ingest.errors import JudgeRefusalError, JudgeUnavailableError
+from ingest.errors import (
+    JudgeNoCreditError,
+    JudgeRefusalError,
+    JudgeRejectedError,
+    JudgeUnavailableError,
+)
 from ingest.privacy.texts import JudgeView
-from ingest.ruler.group import refusal_of
+from ingest.ruler.group import Scored, ask_probe, refusal_of
 from ingest.ruler.judge import Judge
-from ingest.ruler.ruler import JudgeCall
+from ingest.ruler.ruler import SEED_BITS, JudgeCall
 from ingest.vllm.sampler import Room, Sampler
 from sidecar.lines import Line
 from sidecar.records import BASE
@@ -57,7 +64,8 @@ log = structlog.get_logger()
 HOURS = 4
 """Hours of a day (UTC) that are shown together."""
 GIVE_UP_AFTER = 10
-"""Prompts without a scored one after which a replay ends: a wrong key fails all."""
+"""Prompts in a row that say nothing after which a replay ends."""
+REFUSES_ALL = (JudgeRejectedError.reason, JudgeNoCreditError.reason)
 LONGEST_AWAY_S = 600.0
 """How long a replay waits for vLLM, users' load or the judge until it ends with what it has."""
 Load = Callable[[], Awaitable[None]]
@@ -188,23 +196,32 @@ class Replay:
         batch. What was found until it is cancelled stays in `report`."""
         for start in range(0, len(prompts), self._parallel):
             batch = prompts[start : start + self._parallel]
-            try:
-                ends = await asyncio.gather(*(self._compare(one.held_out) for one in batch))
-            except ReplayError as error:
-                self._stopped = str(error)
-                return
-            self._made += zip(batch, ends, strict=True)
+            asking = (self._compare(one.held_out) for one in batch)
+            found = await asyncio.gather(*asking, return_exceptions=True)
+            ends: list[Comparison] = []
+            for one in found:
+                if isinstance(one, BaseException):
+                    break
+                ends.append(one)
+            self._made += zip(batch, ends, strict=False)
             self._quality = quality_of(ends, self._limits, anchored=False, start=self._quality)
             told(len(self._made))
+            error = next((one for one in found if isinstance(one, BaseException)), None)
+            if error is not None and not isinstance(error, ReplayError):
+                raise error
+            if error is not None:
+                self._stopped = str(error)
+                return
             left = len(prompts) - len(self._made)
             if left and proof_rule.harm(self._quality) is not None:
                 self._stopped = f"it is proven worse: {counted(left, 'prompt')} not asked"
                 return
-            if len(self._made) >= GIVE_UP_AFTER and not any(
-                end.difference is not None for _, end in self._made
+            newest = self._made[-GIVE_UP_AFTER:]
+            if len(newest) == GIVE_UP_AFTER and not any(
+                counts_as(end.difference, end.fault) is not None for _, end in newest
             ):
                 why = ", ".join(sorted(self._set_aside))
-                self._stopped = f"none of {len(self._made)} prompts could be scored ({why})"
+                self._stopped = f"none of {GIVE_UP_AFTER} prompts in a row could be scored ({why})"
                 return
 
     def report(self, *, since: float) -> Report:
@@ -248,6 +265,7 @@ class Replay:
         Raises: ReplayError after `LONGEST_AWAY_S`.
         """
         waited_s = wait_s = 0.0
+        failed = 0
         while True:
             try:
                 if await self._room.is_open():
@@ -255,14 +273,41 @@ class Replay:
                 why = "users need the capacity of every vLLM"
             except TRY_LATER as error:
                 why = str(error)
+            except JudgeUnavailableError as error:
+                failed += 1
+                away = await self._probe()
+                if away is None and failed == ATTEMPTS:
+                    return self._aside(refusal_of(error))
+                why = away or str(error)
             if waited_s >= LONGEST_AWAY_S:
                 raise ReplayError(f"waited {waited_s:.0f} s: {why}")
             wait_s = WAITS.after_s(wait_s)
             log.info("replay_waits", reason=why, wait_s=wait_s)
             await self._sleep(wait_s)
             waited_s += wait_s
-            with suppress(EngineError):  # vLLM is away; the next try says so
-                await self._load()
+            try:
+                with suppress(EngineError):  # vLLM is away; the next try says so
+                    await self._load()
+            except (DeployError, OSError) as error:
+                raise ReplayError(f"the candidate cannot be loaded any more: {error}") from error
+
+    async def _probe(self) -> str | None:
+        """Ask the judge an unrelated question. Returns: why it does not work, or None.
+
+        Raises: ReplayError when it refuses that too: a wrong key or model, or no credit.
+        """
+        outcome = await ask_probe(
+            self._judge,
+            self._judging,
+            seed=secrets.randbits(SEED_BITS),
+            on_call=self._calls.append,
+            view=self._view,
+        )
+        if isinstance(outcome, Scored):
+            return None
+        if outcome.reason in REFUSES_ALL:
+            raise ReplayError(f"the judge refuses every question: {outcome.detail}")
+        return outcome.detail
 
     async def _ask(self, prompt: HeldOutPrompt) -> Comparison:
         if not prompt.request:
@@ -281,7 +326,7 @@ class Replay:
             )
         except TRY_LATER:
             raise
-        except (JudgeUnavailableError, JudgeRefusalError) as error:
+        except JudgeRefusalError as error:
             return self._aside(refusal_of(error))
         except ArmFailedError as error:
             fault = ARM_FAULT[error.arm]

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from sidecar.settings import Settings
     from sidecar.store.database import Database
 
+Folders = dict[str, tuple[str, str]]
+"""Name of an adapter -> its folder, as vLLM reads it, and its digest (SHA-256, hex)."""
 UNDECIDED = 3
 FOLDER_NAME = "replay-"
 """Beginning of the name under which vLLM has a folder that is no version."""
@@ -66,13 +68,14 @@ def replay(
         raise ReplayError("no judge is set: name one in judge.model")
     configure_logging(settings.telemetry, "replay")  # to stderr
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    for one in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(one, lambda *_: signal.raise_signal(signal.SIGINT))
     begun_at = time.time()
+    begins_at = max(0.0, begun_at - length_s)
     with open_store(settings, contents=True) as database:
-        drawn, trial, path, digest = _drawn(
-            settings, database, candidate, against, begun_at - length_s, prompts
-        )
-        made = asyncio.run(_play(settings, database, trial, drawn, path, digest))
-    report = made.report(since=begun_at - length_s)
+        drawn, trial, folders = _drawn(settings, database, candidate, against, begins_at, prompts)
+        made = asyncio.run(_play(settings, database, trial, drawn, folders))
+    report = made.report(since=begins_at)
     say_either(output, asdict(report), lines_of(report))
     if report.difference is None:
         raise typer.Exit(1)
@@ -86,9 +89,8 @@ def _drawn(
     against: str,
     since: float,
     limit: int,
-) -> tuple[list[Prompt], Canary, str, str]:
-    """Draw the prompts. Returns: them, what is compared, and the folder of the candidate with its
-    digest; both empty for the base.
+) -> tuple[list[Prompt], Canary, Folders]:
+    """Draw the prompts. Returns: them, what is compared, and the folders of both.
 
     Raises: ReplayError; UnknownAdapterError; InvalidAdapterError.
     """
@@ -101,7 +103,7 @@ def _drawn(
     from learner.adapter_folder import folder_digest
     from sidecar.records import BASE
 
-    line, path, digest = settings.line, "", ""
+    line, folders = settings.line, Folders()
     with database.read() as session:
         champion = versions.resolve(session, line.name, against)
         try:
@@ -110,13 +112,13 @@ def _drawn(
             folder = Path(candidate).resolve()
             if not folder.is_dir():
                 raise
-            path, digest = str(folder), folder_digest(folder)
+            digest = folder_digest(folder)
             validate_folder(folder, Registered(digest=digest), serving_limits(settings.serving))
             name = f"{FOLDER_NAME}{digest[:12]}"
-        else:
-            if name != BASE:
-                found = versions.find(session, name)
-                path, digest = make_folder_of(settings)(found.digest, found.path), found.digest
+            folders[name] = str(folder), digest
+        for one in {name, champion} - {BASE, *folders}:
+            found = versions.find(session, one)
+            folders[one] = make_folder_of(settings)(found.digest, found.path), found.digest
         if name == champion:
             raise ReplayError(f"{candidate} is {against}: name another version by --against")
         trial = trial_of(line.name, name, champion, secrets.token_hex(16))
@@ -135,7 +137,7 @@ def _drawn(
         )
     if len(drawn) < limit:
         note(f"{len(drawn)} held-out sessions are of this time; --prompts asks for {limit}")
-    return drawn, trial, path, digest
+    return drawn, trial, folders
 
 
 async def _play(
@@ -143,8 +145,7 @@ async def _play(
     database: Database,
     trial: Canary,
     drawn: list[Prompt],
-    path: str,
-    digest: str,
+    folders: Folders,
 ) -> Replay:
     from deploy.canary.replay import Replay
     from ingest.judges.build import ProcessJudges
@@ -161,7 +162,7 @@ async def _play(
             note(f"{done} of {asked} prompts asked")
 
     try:
-        async with _loaded(settings, database, trial.candidate, path, digest) as load:
+        async with _loaded(settings, database, folders) as load:
             made = Replay(
                 trial,
                 sampler=sampler,
@@ -184,11 +185,13 @@ async def _play(
 
 
 @asynccontextmanager
-async def _loaded(
-    settings: Settings, database: Database, name: str, path: str, digest: str
-) -> AsyncIterator[Load]:
-    """Have every vLLM that serves users load the candidate; at the end those that loaded it for
-    this alone unload it. Yields: what loads it again where it is lacking."""
+async def _loaded(settings: Settings, database: Database, folders: Folders) -> AsyncIterator[Load]:
+    """Have every vLLM that serves users load both adapters; at the end those that loaded one for
+    this alone unload it. Yields: what loads them again where they are lacking.
+
+    A replay that was killed leaves its folder loaded: the next one unloads it. One that runs beside
+    this one loads it again.
+    """
     from deploy.canary.replay import ReplayError
     from deploy.engine.engines import vllm_client
     from deploy.engine.reconcile import read_desired
@@ -196,28 +199,47 @@ async def _loaded(
     from deploy.errors import EngineError
     from sidecar.upstreams import Upstreams
 
-    ours: dict[str, VllmControl] = {}
+    upstreams = Upstreams(settings.serving.upstreams)
+    controls: dict[str, VllmControl] = {}
+    ours: set[tuple[str, str]] = set()
     one_at_a_time = asyncio.Lock()
     async with AsyncExitStack() as clients:
-        controls = {
-            url: VllmControl(await clients.enter_async_context(vllm_client(settings, url)))
-            for url in Upstreams(settings.serving.upstreams).now()
-        }
+
+        async def load_into(url: str) -> None:
+            begins = url not in controls
+            if begins:
+                client = await clients.enter_async_context(vllm_client(settings, url))
+                controls[url] = VllmControl(client)
+            loaded = await controls[url].loaded()
+            for name in loaded if begins else ():
+                if name.startswith(FOLDER_NAME) and name not in folders:
+                    await controls[url].unload(name)
+            for name, (path, digest) in folders.items():
+                if name not in loaded or name.startswith(FOLDER_NAME):
+                    ours.add((url, name))
+                if name not in loaded:
+                    await load_checked(controls[url], name, path, digest)
 
         async def load() -> None:
+            """Raises: EngineError when no vLLM has both; as `load_checked`."""
             async with one_at_a_time:
-                for url, control in controls.items() if path else ():
-                    if name not in await control.loaded():
-                        ours[url] = control
-                        await load_checked(control, name, path, digest)
+                errors = list[EngineError]()
+                urls = await asyncio.to_thread(upstreams.now)
+                for url in urls if folders else ():
+                    try:
+                        await load_into(url)
+                    except EngineError as error:
+                        errors.append(error)
+                if errors and len(errors) == len(urls):
+                    raise errors[0]
 
         try:
             await load()
             yield load
         except EngineError as error:
             raise ReplayError(
-                f"a vLLM cannot load {name} ({error}): see that it answers, and that it reads "
-                f"{path}"
+                f"no vLLM can load {' and '.join(folders)} ({error}): see that it answers, and "
+                "that it reads their folders"
             ) from error
         finally:
             wanted = await asyncio.to_thread(
@@ -229,8 +251,9 @@ async def _loaded(
                     ).wanted
                 )
             )
-            for url, control in ours.items() if name not in wanted else ():
-                try:
-                    await control.unload(name)
-                except EngineError as error:
-                    note(f"{url} still has {name} loaded: {error}")
+            for url, name in ours:
+                if name not in wanted:
+                    try:
+                        await controls[url].unload(name)
+                    except EngineError as error:
+                        note(f"{url} still has {name} loaded: {error}")

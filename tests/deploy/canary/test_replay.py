@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
+from typing import Any
 
 import pytest
 
@@ -15,11 +17,18 @@ from deploy.canary.replay import (
     draw,
     lines_of,
 )
-from deploy.errors import EngineError
+from deploy.errors import EngineError, InvalidAdapterError
 from deploy.records import trial_of
-from ingest.errors import EngineDownError, JudgeRefusalError, SamplingError
+from ingest.errors import (
+    EngineDownError,
+    JudgeRefusalError,
+    JudgeRejectedError,
+    JudgeUnavailableError,
+    SamplingError,
+)
 from ingest.privacy.texts import JudgeView
 from sidecar.store.models import GateComparisonRow, JudgeCallRow
+from support.fake_judge import scores_reply
 from tests.deploy.conftest import World
 
 NEW, OLD = "m--v2-000000000002", "m--v1-000000000001"
@@ -38,16 +47,24 @@ def prompts_of(world: World, *, since: float = 0.0, limit: int = 200) -> list[Pr
         )
 
 
-async def played(world: World, prompts: list[Prompt], *, loads: list[str] | None = None) -> Report:
+async def played(
+    world: World,
+    prompts: list[Prompt],
+    *,
+    loads: list[str] | None = None,
+    load_error: Exception | None = None,
+    after_wait: Callable[[], None] = lambda: None,
+) -> Report:
     slept: list[float] = []
 
     async def sleep(seconds: float) -> None:
         slept.append(seconds)
+        after_wait()
 
     async def load() -> None:
         if loads is not None:
             loads.append("load")
-        raise EngineError("still away")
+        raise load_error or EngineError("still away")
 
     replay = Replay(
         trial_of(world.line.name, NEW, OLD, "salt"),
@@ -146,7 +163,7 @@ async def test_what_the_judge_cannot_score_is_counted_and_ends_it(world: World) 
     report = await played(world, prompts_of(world))
 
     assert report.prompts == GIVE_UP_AFTER
-    assert report.stopped.startswith("none of 10 prompts could be scored")
+    assert report.stopped == "none of 10 prompts in a row could be scored (judge_refused)"
     assert sum(report.set_aside.values()) == GIVE_UP_AFTER
     assert report.difference is None
     assert lines_of(report)
@@ -174,3 +191,53 @@ async def test_it_waits_for_users_and_for_vllm_and_gives_up_in_the_end(world: Wo
     report = await played(world, prompts_of(world), loads=loads)
     assert "vLLM is down" in report.stopped
     assert loads
+
+
+async def test_it_waits_for_the_judge_and_keeps_the_answers(world: World) -> None:
+    world.hold_out(6)
+    world.judge.away = True
+
+    def back() -> None:
+        world.judge.away = False
+
+    report = await played(world, prompts_of(world), after_wait=back)
+
+    assert (report.prompts, report.set_aside, report.stopped) == (6, {}, "")
+    assert len(world.sampler.requests) == 6 * 2 * world.rules.gate_answers
+
+
+async def test_a_judge_that_refuses_every_question_ends_it_at_once(world: World) -> None:
+    world.hold_out(6)
+    world.judge.script = [JudgeRejectedError("401: no such key")]
+
+    report = await played(world, prompts_of(world))
+
+    assert report.prompts == 0
+    assert report.stopped == "the judge refuses every question: 401: no such key"
+
+
+async def test_a_judge_that_fails_on_one_prompt_alone_sets_it_aside(world: World) -> None:
+    world.hold_out(6)
+    prompts = prompts_of(world)
+    fails = str(prompts[0].held_out.request["messages"][-1]["content"])
+
+    def reply(answers: dict[str, dict[str, Any]]) -> str:
+        if fails in world.judge.prompts[-1]:
+            raise JudgeUnavailableError("timeout")
+        return scores_reply(dict.fromkeys(answers, 0.5))
+
+    world.judge.script = [reply]
+    report = await played(world, prompts)
+
+    assert (report.prompts, report.set_aside) == (6, {"judge_unavailable": 1})
+
+
+async def test_what_was_found_stays_when_the_folder_is_changed(world: World) -> None:
+    world.hold_out(4)
+    world.room.error = EngineDownError("vLLM is down")
+
+    report = await played(
+        world, prompts_of(world), load_error=InvalidAdapterError("the folder was changed")
+    )
+
+    assert report.stopped == "the candidate cannot be loaded any more: the folder was changed"

@@ -1,0 +1,49 @@
+"""Which adapters a replay has vLLM load, and which it leaves there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from deploy.cli.replay import FOLDER_NAME, _loaded
+from deploy.errors import InvalidAdapterError
+from sidecar.settings import Settings
+from sidecar.store.database import Database
+from support.adapter_endpoints import MODEL, AdapterEndpoints, vllm_in_thread
+from tests.deploy.conftest import MakeFolder
+
+CHAMPION, OLD = f"{MODEL}--v1-000000000001", f"{MODEL}--v2-000000000002"
+OURS, KILLED = f"{FOLDER_NAME}aaaaaaaaaaaa", f"{FOLDER_NAME}bbbbbbbbbbbb"
+
+
+def settings_of(folder: Path, *urls: str) -> Settings:
+    return Settings(state_dir=folder, serving={"upstreams": urls, "model": MODEL})
+
+
+async def test_both_are_loaded_and_only_what_was_there_stays(
+    database: Database, adapter_folder: MakeFolder, tmp_path: Path
+) -> None:
+    """A replay that was killed left its folder; one vLLM of two is away."""
+    endpoints = AdapterEndpoints()
+    endpoints.adapters = {CHAMPION: "/1", KILLED: "/x", OURS: "/y"}
+    made = {name: adapter_folder(name) for name in (OURS, OLD, CHAMPION)}
+    folders = {name: (str(path), digest) for name, (path, digest) in made.items()}
+    with vllm_in_thread(endpoints) as (url, _):
+        settings = settings_of(tmp_path, "http://127.0.0.1:9", url)
+        async with _loaded(settings, database, folders) as load:
+            assert set(endpoints.adapters) == {CHAMPION, OLD, OURS}
+            del endpoints.adapters[OLD]  # vLLM restarted
+            await load()
+            assert set(endpoints.adapters) == {CHAMPION, OLD, OURS}
+        assert set(endpoints.adapters) == {CHAMPION}
+
+
+async def test_a_folder_that_was_changed_is_not_loaded(
+    database: Database, adapter_folder: MakeFolder, tmp_path: Path
+) -> None:
+    path, _ = adapter_folder("changed")
+    with vllm_in_thread() as (url, endpoints), pytest.raises(InvalidAdapterError):
+        async with _loaded(settings_of(tmp_path, url), database, {OURS: (str(path), "0" * 64)}):
+            pass
+    assert endpoints.adapters == {}
