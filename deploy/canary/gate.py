@@ -24,7 +24,7 @@ import asyncio
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -313,6 +313,33 @@ async def score_prompt(
     )
 
 
+async def fault_of(
+    answered: Sequence[Answered],
+    score: Callable[[list[Answered], str], Awaitable[None]],
+    probe: Callable[[], Awaitable[str | None]],
+) -> Fault:
+    """Find whose answers kept the judge from scoring a group: it is asked again without the
+    candidate's and without the champion's. One of both must work, and the other must not.
+
+    score: scores some answers; its second argument names that part. probe: says why the judge does
+    not work, or None. Raises: LostLeaseError.
+    """
+    works = {}
+    for arm in ("candidate", "champion") if answered else ():
+        try:
+            await score([one for one in answered if one.arm != arm], f"\x00without {arm}")
+            works[arm] = True
+        except LostLeaseError:
+            raise
+        except TRY_LATER:
+            return "unknown"
+        except _NO_SCORE:
+            works[arm] = False
+    if works.get("candidate") == works.get("champion") or await probe() is not None:
+        return "unknown"
+    return "candidate" if works["candidate"] else "champion"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unjudged:
     """A comparison without a usable answer of the judge; the prompt or the judge is at fault."""
@@ -588,26 +615,13 @@ class Gate:
     async def _fault(
         self, canary: Canary, prompt: HeldOutPrompt, answered: list[Answered]
     ) -> Fault:
-        """Find whose answers kept the judge from scoring a group: it is asked again without the
-        candidate's and without the champion's. One of both must work, and the other must not.
-        """
-        if self._exam is not None or self._rules.promote_on == "quick" or not answered:
+        if self._exam is not None or self._rules.promote_on == "quick":
             return "unknown"
-        works = {}
-        for arm in ("candidate", "champion"):
-            rest = [one for one in answered if one.arm != arm]
-            try:
-                await self._score(canary, prompt, rest, part=f"\x00without {arm}")
-                works[arm] = True
-            except LostLeaseError:
-                raise
-            except TRY_LATER:
-                return "unknown"
-            except _NO_SCORE:
-                works[arm] = False
-        if works["candidate"] == works["champion"] or await self._probe() is not None:
-            return "unknown"
-        return "candidate" if works["candidate"] else "champion"
+
+        async def score(rest: list[Answered], part: str) -> None:
+            await self._score(canary, prompt, rest, part=part)
+
+        return await fault_of(answered, score, self._probe)
 
     def _check_lease(self) -> None:
         if not self._acts():

@@ -31,6 +31,7 @@ from deploy.canary.gate import (
     TRY_LATER,
     WAITS,
     difference_to,
+    fault_of,
     score_prompt,
     status_of,
 )
@@ -47,11 +48,12 @@ from ingest.errors import (
     JudgeRefusalError,
     JudgeRejectedError,
     JudgeUnavailableError,
+    SamplingError,
 )
 from ingest.privacy.texts import JudgeView
 from ingest.ruler.group import Scored, ask_probe, refusal_of
 from ingest.ruler.judge import Judge
-from ingest.ruler.ruler import SEED_BITS, JudgeCall
+from ingest.ruler.ruler import SEED_BITS, JudgeCall, Judgement
 from ingest.vllm.sampler import Room, Sampler
 from sidecar.lines import Line
 from sidecar.records import BASE
@@ -123,20 +125,23 @@ def draw(
 ) -> list[Prompt]:
     """Draw a turn of each of the newest held-out sessions in a span of time, in random order.
 
-    Sessions that have ended come first, as at the gate; none has an answer of the candidate.
+    Sessions that have ended come first, as at the gate. Of sessions in which the candidate
+    answered the first turn is taken, which has none of its words, where the others do not suffice.
     since, now: Unix seconds. limit: most prompts.
     """
     found: list[HeldOutPrompt] = []
-    for until in (now - gate_store.SETTLED_S, None):
+    settled, own = now - gate_store.SETTLED_S, None if trial.candidate == BASE else trial.candidate
+    for until, without, first in ((settled, own, False), (None, own, False), (None, None, True)):
         found += gate_store.held_out_prompts(
             session,
             line,
             limit=limit - len(found),
             known={one.session_id for one in found},
-            without=None if trial.candidate == BASE else trial.candidate,
+            without=without,
             salt=trial.salt,
             until=until,
             since=since,
+            first=first,
         )
         if len(found) == limit:
             break
@@ -199,11 +204,14 @@ class Replay:
             asking = (self._compare(one.held_out) for one in batch)
             found = await asyncio.gather(*asking, return_exceptions=True)
             ends: list[Comparison] = []
-            for one in found:
+            for prompt, one in zip(batch, found, strict=True):
                 if isinstance(one, BaseException):
                     break
-                ends.append(one)
-            self._made += zip(batch, ends, strict=False)
+                end, why = one
+                ends.append(end)
+                self._made.append((prompt, end))
+                if why:
+                    self._set_aside[why] += 1
             self._quality = quality_of(ends, self._limits, anchored=False, start=self._quality)
             told(len(self._made))
             error = next((one for one in found if isinstance(one, BaseException)), None)
@@ -259,9 +267,10 @@ class Replay:
             stopped=self._stopped,
         )
 
-    async def _compare(self, prompt: HeldOutPrompt) -> Comparison:
+    async def _compare(self, prompt: HeldOutPrompt) -> tuple[Comparison, str]:
         """Ask one prompt; wait while vLLM or the judge is away or users need the capacity.
 
+        Returns: its result, and why it was not scored (empty: it was).
         Raises: ReplayError after `LONGEST_AWAY_S`.
         """
         waited_s = wait_s = 0.0
@@ -277,7 +286,7 @@ class Replay:
                 failed += 1
                 away = await self._probe()
                 if away is None and failed == ATTEMPTS:
-                    return self._aside(refusal_of(error))
+                    return await self._unscored(prompt, refusal_of(error))
                 why = away or str(error)
             if waited_s >= LONGEST_AWAY_S:
                 raise ReplayError(f"waited {waited_s:.0f} s: {why}")
@@ -309,40 +318,55 @@ class Replay:
             raise ReplayError(f"the judge refuses every question: {outcome.detail}")
         return outcome.detail
 
-    async def _ask(self, prompt: HeldOutPrompt) -> Comparison:
+    async def _ask(self, prompt: HeldOutPrompt) -> tuple[Comparison, str]:
         if not prompt.request:
-            return self._aside("unreadable")
-        trial = self._trial
+            return Comparison(difference=None, fault="unknown"), "unreadable"
         try:
-            answered = await self._answers.get(trial, prompt)
-            judged = await score_prompt(
-                self._judge,
-                trial,
-                prompt,
-                answered,
-                judging=self._judging,
-                view=self._view,
-                on_call=self._calls.append,
-            )
+            answered = await self._answers.get(self._trial, prompt)
+            judged = await self._score(prompt, answered)
         except TRY_LATER:
             raise
-        except JudgeRefusalError as error:
-            return self._aside(refusal_of(error))
         except ArmFailedError as error:
             fault = ARM_FAULT[error.arm]
-            return replace(self._aside(f"{status_of(error)}_{fault}"), fault=fault)
+            return Comparison(difference=None, fault=fault), f"{status_of(error)}_{fault}"
+        except SamplingError as error:
+            return Comparison(difference=None, fault="unknown"), status_of(error)
+        except JudgeRefusalError as error:
+            return await self._unscored(prompt, refusal_of(error))
         except tuple(SET_ASIDE) as error:
-            return self._aside(status_of(error))
-        self._answers.forget(trial, prompt)
-        return _scored(answered, judged.scores, prompt.request)
+            return await self._unscored(prompt, status_of(error))
+        self._answers.forget(self._trial, prompt)
+        return _compared(answered, judged.scores, prompt.request), ""
 
-    def _aside(self, why: str) -> Comparison:
-        self._set_aside[why] += 1
-        return Comparison(difference=None)
+    async def _score(
+        self, prompt: HeldOutPrompt, answered: Sequence[Answered], part: str = ""
+    ) -> Judgement:
+        return await score_prompt(
+            self._judge,
+            self._trial,
+            prompt,
+            answered,
+            judging=self._judging,
+            view=self._view,
+            on_call=self._calls.append,
+            part=part,
+        )
+
+    async def _unscored(self, prompt: HeldOutPrompt, why: str) -> tuple[Comparison, str]:
+        """Find out whose answers the judge did not score: that counts as at the gate."""
+        answered = await self._answers.get(self._trial, prompt)
+
+        async def score(rest: list[Answered], part: str) -> None:
+            await self._score(prompt, rest, part)
+
+        fault = await fault_of(answered, score, self._probe)
+        self._answers.forget(self._trial, prompt)
+        unscored = _compared(answered, [None] * len(answered), prompt.request)
+        return replace(unscored, fault=fault), why
 
 
-def _scored(
-    answered: Sequence[Answered], scores: Sequence[float], request: Mapping[str, Any]
+def _compared(
+    answered: Sequence[Answered], scores: Sequence[float | None], request: Mapping[str, Any]
 ) -> Comparison:
     rows = [
         {

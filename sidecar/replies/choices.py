@@ -99,8 +99,8 @@ _PROMPT = b'"prompt_token_ids":['
 def cut_prompts(document: bytes) -> tuple[bytes, list[tuple[int, int]]]:
     """Take the prompts' token ids out of a reply or an event, unread: null stands there. Reading
     the 25,000 ids of a prompt of 100 kB takes 0.5 ms, finding them 0.01 ms. The key with its
-    bracket stands in no JSON string, where each quote has a backslash. What is no array of numbers
-    is cut too early, so the rest is no JSON.
+    bracket stands in no JSON string, where each quote has a backslash. An array within it ends
+    the cut too early, so the rest is no JSON; other damage between the brackets is not seen.
     Returns: the rest, and where each prompt stands in the document as a JSON array."""
     spans: list[tuple[int, int]] = []
     pieces: list[bytes] = []

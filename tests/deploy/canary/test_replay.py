@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 import pytest
+from sqlalchemy import update
 
 from deploy.canary.replay import (
     GIVE_UP_AFTER,
@@ -27,7 +28,7 @@ from ingest.errors import (
     SamplingError,
 )
 from ingest.privacy.texts import JudgeView
-from sidecar.store.models import GateComparisonRow, JudgeCallRow
+from sidecar.store.models import ExchangeRow, GateComparisonRow, JudgeCallRow
 from support.fake_judge import scores_reply
 from tests.deploy.conftest import World
 
@@ -142,17 +143,25 @@ async def test_the_report_shows_kinds_and_hours(world: World) -> None:
     assert json.loads(json.dumps(asdict(report)))["verdict"] == report.verdict
 
 
-def test_prompts_are_of_the_span_of_time_and_of_no_session_of_the_candidate(world: World) -> None:
+def test_prompts_are_of_the_span_of_time_and_have_no_words_of_the_candidate(world: World) -> None:
+    """Of its own sessions the first turn is taken, after all others."""
     old = world.serve("old", held_out=True)
     world.clock.now += 1_000.0
     since = world.clock.now
     wanted = {world.serve(f"new-{number}", held_out=True) for number in range(5)}
-    world.serve("its", held_out=True, adapter=NEW)
+    its = world.serve("its", held_out=True, adapter=NEW)
+    later = world.serve("its", held_out=True, adapter=NEW)
+    with world.database.write() as session:
+        of_later = ExchangeRow.exchange_id == later
+        session.execute(update(ExchangeRow).where(of_later).values(turn=1, parent_id=its))
     world.serve("learned-from")
     world.clock.now += 1_000.0
 
-    assert {one.held_out.exchange_id for one in prompts_of(world, since=since)} == wanted
-    assert {one.held_out.exchange_id for one in prompts_of(world)} == wanted | {old}
+    found = prompts_of(world, since=since, limit=5)
+    assert {one.held_out.exchange_id for one in found} == wanted
+    found = prompts_of(world, since=since)
+    assert {one.held_out.exchange_id for one in found} == wanted | {its}
+    assert {one.held_out.exchange_id for one in prompts_of(world)} == wanted | {its, old}
     assert len(prompts_of(world, limit=2)) == 2
 
 
@@ -241,3 +250,24 @@ async def test_what_was_found_stays_when_the_folder_is_changed(world: World) -> 
     )
 
     assert report.stopped == "the candidate cannot be loaded any more: the folder was changed"
+
+
+async def test_answers_that_the_judge_cannot_score_count_against_their_arm(world: World) -> None:
+    """As at the gate: the judge refuses a third of the prompts where it sees the candidate's."""
+    world.hold_out(60)
+    prompts = prompts_of(world)
+    refused = {str(one.held_out.request["messages"][-1]["content"]) for one in prompts[::3]}
+
+    def reply(answers: dict[str, dict[str, Any]]) -> str:
+        ours = {name: one["content"] == f"says {NEW}" for name, one in answers.items()}
+        if any(ours.values()) and any(one in world.judge.prompts[-1] for one in refused):
+            raise JudgeRefusalError("no")
+        return scores_reply({name: 0.6 if own else 0.5 for name, own in ours.items()})
+
+    world.judge.script = [reply]
+    report = await played(world, prompts)
+
+    assert report.verdict == "worse"
+    assert set(report.set_aside) == {"judge_refused"}
+    assert report.difference is not None
+    assert report.difference.groups == report.prompts
