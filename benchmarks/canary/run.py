@@ -382,8 +382,14 @@ PLANTED = tuple(
 """Mean differences of twenty candidates to their champion."""
 REPLAYED = 200
 """Prompts of a replay, as the command has it."""
+SMALL = (0.0, 0.02, -0.02, 0.04, -0.04, -0.05)
+"""Differences that 200 prompts seldom prove; -0.05 is the margin of "no worse"."""
 AGREEING = 18
 """Candidates of twenty on which a replay's verdict is the one of the canary that follows."""
+ENDS = {"promoted": ("better", "no worse"), "rolled_back": ("worse",)}
+"""How a canary ends -> the verdicts that agree."""
+MOST_WRONG = 0.05
+"""Share of wrong or contradicted verdicts; each has a level of 5%."""
 
 
 def replayed(effect: float, seed: int) -> tuple[str, str]:
@@ -398,22 +404,34 @@ def replayed(effect: float, seed: int) -> tuple[str, str]:
 
 
 def replays(pool: ProcessPoolExecutor, canaries: int) -> Part:
-    """Twenty planted candidates, first in a replay and then in a canary."""
+    """Twenty planted candidates, and some that hardly differ, first in a replay and then in a
+    canary: the evidence alone, without vLLM, judge and store."""
     rounds = max(5, canaries // 20)
-    ends = {"promoted": ("better", "no worse"), "rolled_back": ("worse",)}
     rows: list[results.Row] = []
-    agreed = 0.0
-    for effect in PLANTED:
+    agreed = contradicted = 0.0
+    wrong = {0.0: 0.0, -0.05: 0.0}
+    for effect in (*PLANTED, *SMALL):
         played = list(pool.map(partial(replayed, effect), range(rounds), chunksize=4))
-        same = sum(verdict in ends.get(phase, ("undecided",)) for verdict, phase in played)
-        agreed += same / rounds
+        same = sum(verdict in ENDS.get(phase, ("undecided",)) for verdict, phase in played)
+        agreed += same / rounds if effect in PLANTED else 0.0
+        opposite = {"promoted": ENDS["rolled_back"], "rolled_back": ENDS["promoted"]}
+        against = sum(verdict in opposite.get(phase, ()) for verdict, phase in played)
+        contradicted += against / rounds
+        if effect in wrong:
+            false = ENDS["promoted" if effect else "rolled_back"]
+            wrong[effect] = sum(verdict in false for verdict, _ in played) / rounds
         row = {"part": "replay", "case": f"{effect:+.2f}", "canaries": rounds}
         phases, verdicts = Counter(end for _, end in played), Counter(one for one, _ in played)
         row |= {name: phases[name] / rounds for name in ("promoted", "rolled_back")}
         row |= {"agreed": same / rounds, "undecided": verdicts["undecided"] / rounds}
-        rows.append(row)
-    what = f"replay and canary agree, of {len(PLANTED)} candidates"
-    return rows, [at_least(what, agreed, AGREEING)]
+        rows.append(row | {"contradicted": against / rounds})
+    share = contradicted / len((*PLANTED, *SMALL))
+    return rows, [
+        at_least(f"replay and canary agree, of {len(PLANTED)} candidates", agreed, AGREEING),
+        at_most("replay's verdict is against the end of the canary", share, MOST_WRONG),
+        at_most("replay calls an equal candidate worse", wrong[0.0], MOST_WRONG),
+        at_most("replay calls one at the margin no worse or better", wrong[-0.05], MOST_WRONG),
+    ]
 
 
 PARTS = {

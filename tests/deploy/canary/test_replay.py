@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -230,7 +230,7 @@ async def test_a_judge_that_fails_on_one_prompt_alone_sets_it_aside(world: World
     prompts = prompts_of(world)
     fails = str(prompts[0].held_out.request["messages"][-1]["content"])
 
-    def reply(answers: dict[str, dict[str, Any]]) -> str:
+    def reply(answers: Mapping[str, dict[str, Any]]) -> str:
         if fails in world.judge.prompts[-1]:
             raise JudgeUnavailableError("timeout")
         return scores_reply(dict.fromkeys(answers, 0.5))
@@ -258,7 +258,7 @@ async def test_answers_that_the_judge_cannot_score_count_against_their_arm(world
     prompts = prompts_of(world)
     refused = {str(one.held_out.request["messages"][-1]["content"]) for one in prompts[::3]}
 
-    def reply(answers: dict[str, dict[str, Any]]) -> str:
+    def reply(answers: Mapping[str, dict[str, Any]]) -> str:
         ours = {name: one["content"] == f"says {NEW}" for name, one in answers.items()}
         if any(ours.values()) and any(one in world.judge.prompts[-1] for one in refused):
             raise JudgeRefusalError("no")
