@@ -19,7 +19,14 @@ from typing import Annotated, Literal, cast
 
 from fastapi import Depends, Request
 
-from deploy.admin.wire import EVERY_SCOPE, ScopeError, UnreadableError, check_scope, scopes_of
+from deploy.admin.wire import (
+    EVERY_SCOPE,
+    PREFIX,
+    ScopeError,
+    UnreadableError,
+    check_scope,
+    scopes_of,
+)
 from deploy.errors import DeployError
 from sidecar.access.denials import host_name, is_other_site
 from sidecar.settings.kinds import AdminScope, is_loopback
@@ -165,11 +172,21 @@ def _check(request: Request, grant: Grant | None) -> None:
     check_scope(request.method, route.path, grant.scopes if grant is not None else ())
     if grant is None or not grant.projects:
         return
-    takes = any(one.alias == "project" for one in route.dependant.query_params)
+    named = any(one.alias == "project" for one in route.dependant.query_params)
+    takes = named and route.path != f"{PREFIX}/funnel"  # its stages are of all projects together
     if not takes or not grant.projects.issuperset(request.query_params.getlist("project") or {""}):
         theirs = " or ".join(f"?project={one}" for one in sorted(grant.projects))
         what = "send" if takes else f"{route.path} is not about one project alone; it may ask with"
         raise ScopeError(f"this token is of a project: {what} {theirs} (admin.tokens)")
+
+
+async def own_projects(request: Request) -> frozenset[str]:
+    """Return the projects that the caller may ask about; empty: everything."""
+    grant: Grant = request.scope["grant"]
+    return grant.projects
+
+
+OwnProjects = Annotated[frozenset[str], Depends(own_projects)]
 
 
 async def caller(request: Request) -> str:
