@@ -21,6 +21,7 @@ import re
 from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -54,11 +55,20 @@ MOST_BYTES: Final = 4 * 2**20
 """A record that is longer is left out: hundreds may wait on the bus beside the proxy's."""
 _CAPITAL: Final = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _TRACE: Final = re.compile(r"[0-9a-f]{32}")
-_OPENAI_ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool"})
+_OPENAI_ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 
 
 class LeftOutError(Exception):
     """A row is no exchange that can be imported. The message is the reason, a counter's label."""
+
+
+@contextmanager
+def _any_row() -> Iterator[None]:
+    """Make one reason of what a row causes that no check foresaw. Raises: LeftOutError."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError):
+        raise LeftOutError("unreadable") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -319,7 +329,7 @@ def _blocks(role: Any, content: Any) -> list[Object]:
 
 def _scored(row: Object, name: Any, at: float, targets: Sequence[Any]) -> Scored:
     value = row.get("value")
-    number = float(value) if isinstance(value, bool | int | float) else math.nan
+    number = float(value) if isinstance(value, bool) else _number(value, math.nan)
     if not math.isfinite(number) or not isinstance(name, str):
         raise LeftOutError("no_number")
     return Scored(
@@ -375,8 +385,11 @@ def _text(value: Any) -> str:
 
 
 def _number(value: Any, otherwise: float) -> float:
-    known = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return float(value) if known else otherwise
+    known = isinstance(value, int | float) and not isinstance(value, bool)
+    try:
+        return float(value) if known and math.isfinite(value) else otherwise
+    except OverflowError:  # an integer of over 308 digits
+        return otherwise
 
 
 def _time(value: Any, otherwise: float | None = None) -> float:
@@ -398,7 +411,10 @@ def _uuid_time(name: str) -> float:
     digits = name.replace("-", "")
     if len(digits) != 32 or digits[12] != "7":
         raise LeftOutError("no_time")
-    return int(digits[:12], 16) / 1000
+    try:
+        return int(digits[:12], 16) / 1000
+    except ValueError:
+        raise LeftOutError("no_time") from None
 
 
 # What is handed to the bus.
@@ -566,7 +582,7 @@ class Import:
         found: list[tuple[bool, float, Row]] = []
         for row in self._rows(paths):
             try:
-                one = FORMS[self._form](row.read())
+                one = self._read(row)
             except LeftOutError as error:
                 self.left_out[str(error)] += 1
                 continue
@@ -587,10 +603,14 @@ class Import:
             except LeftOutError as error:
                 self.left_out[str(error)] += 1
 
+    def _read(self, row: Row) -> Logged | Scored:
+        with _any_row():
+            return FORMS[self._form](row.read())
+
     def record(self, row: Row) -> Exchange | Feedback | None:
         """Make the record of a row that `read` returned; None: it is left out."""
         try:
-            one = FORMS[self._form](row.read())
+            one = self._read(row)
             return self._exchange(one) if isinstance(one, Logged) else self._feedback(one)
         except LeftOutError as error:
             self.left_out[str(error)] += 1
@@ -600,22 +620,24 @@ class Import:
         # Gateways draw a name for each request that has none: such a one names no session.
         name = logged.session
         named = self._sessions[name] > 1
-        request = request_of(logged)
-        if has_media(request):
-            raise LeftOutError("not_text")
+        with _any_row():
+            request = request_of(logged)
+            if has_media(request):
+                raise LeftOutError("not_text")
         rendered = self._render(request)
         if rendered is None:
             raise LeftOutError("not_rendered")
         ids, room = rendered
         if not named:
             logged = replace(logged, session="")
-        made = exchange_of(
-            replace(logged, parameters=within(logged.parameters, room)),
-            self._form,
-            public_model=self._model,
-            project=self._project,
-            prompt_token_ids=ids,
-        )
+        with _any_row():
+            made = exchange_of(
+                replace(logged, parameters=within(logged.parameters, room)),
+                self._form,
+                public_model=self._model,
+                project=self._project,
+                prompt_token_ids=ids,
+            )
         here: tuple[TargetKind, str] = ("exchange", made.exchange_id)
         self._targets[logged.source_id] = here
         if name:

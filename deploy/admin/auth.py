@@ -13,12 +13,20 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal, cast
 
 from fastapi import Depends, Request
 
-from deploy.admin.wire import EVERY_SCOPE, ScopeError, UnreadableError, check_scope, scopes_of
+from deploy.admin.wire import (
+    EVERY_SCOPE,
+    PREFIX,
+    ScopeError,
+    UnreadableError,
+    check_scope,
+    scopes_of,
+)
 from deploy.errors import DeployError
 from sidecar.access.denials import host_name, is_other_site
 from sidecar.settings.kinds import AdminScope, is_loopback
@@ -43,6 +51,8 @@ class Grant:
     scopes: frozenset[AdminScope]
     projects: frozenset[str] = frozenset()
     """Whose lines of adapters alone it may ask about; empty: everything."""
+    others: tuple[Grant, ...] = ()
+    """Of a digest that is listed again: each allows a request by itself."""
 
 
 class RefusedError(DeployError):
@@ -119,27 +129,64 @@ def grant_of(authorization: bytes | None, tokens: Collection[str]) -> Grant:
             "unknown_token", "unknown token; admin.tokens lists the digests of valid ones"
         )
     entries = [words for (_, _, words), found in zip(known, matches, strict=True) if found]
-    named = [words.partition("@") for words in entries]
-    scopes = [scopes_of(cast(list[AdminScope], words.split("+"))) for words, _, _ in named if words]
-    # A digest that is listed twice has what both entries say.
-    every = EVERY_SCOPE if "" in entries else frozenset[AdminScope]().union(*scopes)
-    of = [frozenset(projects.split("+")) for _, at, projects in named if at]
-    everywhere = len(of) < len(named)
-    return Grant(f"token:{digest[:8]}", every, frozenset() if everywhere else of[0].union(*of))
+    return _grant(f"token:{digest[:8]}", entries)
+
+
+def _grant(name: str, entries: Iterable[str]) -> Grant:
+    """Return what the entries of a digest allow, first what holds for everything.
+
+    Scopes for everything add up. Those for projects do not: an entry's are for its projects alone.
+    """
+    everywhere, of_projects = list[frozenset[AdminScope]](), list[Grant]()
+    for words in entries:
+        named, at, projects = words.partition("@")
+        scopes = scopes_of(cast(list[AdminScope], named.split("+"))) if named else EVERY_SCOPE
+        if at:
+            of_projects.append(Grant(name, scopes, frozenset(projects.split("+"))))
+        else:
+            everywhere.append(scopes)
+    whole = [Grant(name, frozenset[AdminScope]().union(*everywhere))] if everywhere else []
+    first, *others = (*whole, *of_projects)
+    return replace(first, others=tuple(others))
 
 
 async def allowed(request: Request) -> None:
-    """Check the caller's scopes and projects: a dependency of every route. Raises: ScopeError."""
+    """Check the caller's scopes and projects: a dependency of every route. Raises: ScopeError.
+
+    The request goes on with the one grant that allows it.
+    """
     grant: Grant | None = request.scope.get("grant")
+    *before, last = (None,) if grant is None else (grant, *grant.others)
+    for one in before:
+        with suppress(ScopeError):
+            _check(request, one)
+            request.scope["grant"] = one
+            return
+    _check(request, last)
+    request.scope["grant"] = last
+
+
+def _check(request: Request, grant: Grant | None) -> None:
+    """Raises: ScopeError."""
     route = request.scope["route"]
     check_scope(request.method, route.path, grant.scopes if grant is not None else ())
     if grant is None or not grant.projects:
         return
-    takes = any(one.alias == "project" for one in route.dependant.query_params)
+    named = any(one.alias == "project" for one in route.dependant.query_params)
+    takes = named and route.path != f"{PREFIX}/funnel"  # its stages are of all projects together
     if not takes or not grant.projects.issuperset(request.query_params.getlist("project") or {""}):
         theirs = " or ".join(f"?project={one}" for one in sorted(grant.projects))
         what = "send" if takes else f"{route.path} is not about one project alone; it may ask with"
         raise ScopeError(f"this token is of a project: {what} {theirs} (admin.tokens)")
+
+
+async def own_projects(request: Request) -> frozenset[str]:
+    """Return the projects that the caller may ask about; empty: everything."""
+    grant: Grant = request.scope["grant"]
+    return grant.projects
+
+
+OwnProjects = Annotated[frozenset[str], Depends(own_projects)]
 
 
 async def caller(request: Request) -> str:

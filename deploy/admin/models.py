@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Generic, Self, TypeVar
 
 from pydantic import BaseModel, Field
@@ -29,6 +29,7 @@ from deploy.records import AdapterVersion, Canary, Phase
 from deploy.registry import transitions
 from deploy.registry.aliases import Subject
 from deploy.registry.canary_rule import step_least_s
+from sidecar.lines import line_of_adapter, project_of
 from sidecar.settings import Canary as CanarySettings
 from sidecar.store.models import (
     AnswerRow,
@@ -349,7 +350,10 @@ class RehearsalsOut(Out):
 
 
 class StatusOut(Out):
-    """The serving adapters, the active canary and the learner of one line of adapters."""
+    """The serving adapters, the active canary and the learner of one line of adapters.
+
+    A token of a project gets its own lines, and nothing that is of the whole installation.
+    """
 
     model: str
     project: str | None = None
@@ -382,7 +386,8 @@ class StatusOut(Out):
     """Number of versions by state."""
     groups: dict[str, int]
     """Number of groups by status."""
-    exchanges: int
+    exchanges: int | None
+    """Null for a token of a project."""
     feedback: dict[str, int]
     """Feedback and outcomes: what became of them, as the counter of this stage."""
     signals: dict[str, int]
@@ -399,3 +404,20 @@ class StatusOut(Out):
     """The budgets of sampling and of judges, by the settings of control."""
     token_check: str
     """`on` when token ids are compared with the texts they belong to; else the reason why not."""
+
+    def only(self, projects: Collection[str]) -> Self:
+        """Leave out what is of other projects, or of all of them together."""
+        own = [one for one in self.engine.loaded if project_of(line_of_adapter(one)) in projects]
+        empty = ("groups", "feedback", "signals", "hooks", "budgets")
+        unknown = ("exchanges", "retention", "gate_judge", "judge_noise", "rehearsals")
+        less: dict[str, Any] = {
+            "lines": [one for one in self.lines if one.project in projects],
+            "conditions": [one for one in self.conditions if one.project in projects],
+            "engine": EngineOut(
+                away=self.engine.away and "no vLLM answers", loaded=own, refused={}, replicas={}
+            ),
+            "token_check": "",
+            **{name: type(getattr(self, name))() for name in empty},
+            **dict.fromkeys(unknown),
+        }
+        return self.model_copy(update=less)

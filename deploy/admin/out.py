@@ -181,7 +181,8 @@ class ProgressOut(Out):
     """The active canary; null: there is none."""
     pace: str
     """How long it takes at today's traffic; empty without one."""
-    cost: CostOut
+    cost: CostOut | None
+    """Null for a token of a project: judging is counted for all projects together."""
     cost_of_a_point: str
     """What 0.01 of gain has cost; empty unless the gain's interval is above 0."""
 

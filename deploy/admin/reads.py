@@ -10,6 +10,7 @@ from fastapi import APIRouter, Response
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
+from deploy.admin.auth import OwnProjects
 from deploy.admin.context import AdminContext
 from deploy.admin.models import (
     AdapterOut,
@@ -129,13 +130,13 @@ def _add_overview(router: APIRouter, context: AdminContext) -> None:
     database = context.database
 
     @router.get("/status")
-    def status(project: Project = None) -> StatusOut:
+    def status(own: OwnProjects, project: Project = None) -> StatusOut:
         model = context.line_of(project)
         with database.read() as session:
             aliases = versions.aliases_of(session, model)
             canary = canaries.active(session, model)
             funnel, now = read_funnel(session, model), context.clock()
-            return StatusOut(
+            found = StatusOut(
                 model=context.model,
                 project=project,
                 lines=[line_out(session, line) for line in context.lines],
@@ -177,6 +178,7 @@ def _add_overview(router: APIRouter, context: AdminContext) -> None:
                 retention=_known(RetentionOut, read_retention(session)),
                 token_check=_token_check(session),
             )
+        return found.only(own) if own else found
 
     @router.get("/funnel")
     def funnel(project: Project = None) -> FunnelOut:
@@ -195,14 +197,15 @@ def _add_overview(router: APIRouter, context: AdminContext) -> None:
             )
 
     @router.get("/progress")
-    def progress(project: Project = None) -> ProgressOut:
+    def progress(own: OwnProjects, project: Project = None) -> ProgressOut:
         """Whether the model got better, by version, and what it cost."""
         model = context.line_of(project)
         with database.read() as session:
             now, active = context.clock(), canaries.active(session, model)
             found = context.progress.read(session, model, context.rules, now=now)
             pace = _pace(session, context, project, active, now)
-            return ProgressOut.of_record(found, pace=pace)
+            less = {"cost": None, "cost_of_a_point": ""} if own else {}  # the judges' is of all
+            return ProgressOut.of_record(found, pace=pace, **less)
 
     @router.get("/watch")
     def watch(project: Project = None) -> WatchOut:

@@ -439,7 +439,8 @@ def progress_lines(found: Json, now: float, width: int = WHOLE) -> Iterator[str]
         yield f"Canary: {running_words(running)}."
     if found["pace"]:
         yield f"  {found['pace']}"
-    yield f"Cost so far: {cost_words(found['cost'])}."
+    if found["cost"]:
+        yield f"Cost so far: {cost_words(found['cost'])}."
     if found["cost_of_a_point"]:
         yield f"A point of gain (0.01) has cost {found['cost_of_a_point']}."
 
@@ -500,15 +501,16 @@ def status_lines(found: Json, now: float) -> Iterator[str]:
     yield from _learner(found, now)
     yield from _engine(found["engine"])
     yield f"Adapters: {_tally(found['adapters'])}."
-    exchanges, groups = counted(found["exchanges"], "exchange"), _tally(found["groups"])
-    yield f"Recorded: {exchanges}. Groups: {groups}."
+    if found["exchanges"] is not None:
+        exchanges, groups = counted(found["exchanges"], "exchange"), _tally(found["groups"])
+        yield f"Recorded: {exchanges}. Groups: {groups}."
     yield from _feedback(found["feedback"], found["signals"])
     yield from _budgets(found["budgets"])
     yield from _rehearsals(found["rehearsals"], now)
     yield from _gate_judge(found["gate_judge"])
     yield from _noise(found["judge_noise"])
     yield from _retention(found["retention"], now)
-    if found["token_check"] != "on":
+    if found["token_check"] not in ("on", ""):
         yield f"Token check: {found['token_check']}"
     yield from _conditions(found["conditions"], now)
 

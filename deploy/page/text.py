@@ -686,8 +686,9 @@ def progressing(found: ProgressOut) -> list[Sight]:
     if found.running is not None:
         figure = running_words(found.running.model_dump())
         rows.append(Sight(what="Candidate", figure=figure, note=found.pace))
-    if found.cost.judge_tokens or found.cost.candidate_tokens or found.cost.run_minutes:
-        rows.append(Sight(what="Cost so far", figure=cost_words(found.cost.model_dump())))
+    cost = found.cost
+    if cost and (cost.judge_tokens or cost.candidate_tokens or cost.run_minutes):
+        rows.append(Sight(what="Cost so far", figure=cost_words(cost.model_dump())))
     if found.cost_of_a_point:
         rows.append(Sight(what="A gain of 0.01", figure=found.cost_of_a_point))
     return rows
@@ -697,7 +698,7 @@ GROUPS = {"sampling": "being sampled", "sampled": "wait for the judge", "scored"
 """Status of a group that waits -> its words."""
 
 
-def learning(status: StatusOut, cost: CostOut, now: float) -> list[Sight]:
+def learning(status: StatusOut, cost: CostOut | None, now: float) -> list[Sight]:
     """Say what waits to be learned from, what runs, what runs next, and what today has cost."""
     learner = status.learner
     waiting = [
@@ -719,8 +720,8 @@ def learning(status: StatusOut, cost: CostOut, now: float) -> list[Sight]:
         why = str(run.reason or "")
         rows.append(Sight(what="Last run", figure=figure, good=not failed, note=why))
     rows.append(_next_run(status, now))
-    spent = [f"${cost.judge_usd_today:,.2f} of judging"]
-    spent += [f"{cost.candidate_tokens_today:,} tokens of candidates"]
+    spent = [f"${cost.judge_usd_today:,.2f} of judging"] if cost else []
+    spent += [f"{cost.candidate_tokens_today:,} tokens of candidates"] if cost else []
     limits = [f"{one.used / one.limit:.0%} of {one.setting}" for one in status.budgets if one.limit]
     rows.append(Sight(what="Today", figure=", ".join(spent), note="; ".join(limits)))
     for one in status.conditions:

@@ -44,8 +44,8 @@ class RecordedTrajectory:
     exchanges: int
     """Exchanges of the session, as far as they were looked at."""
     outcome: Mapping[str, Any]
-    """`success`, `reward`, `feedback_score` and `signals`, as `Annotations.summary` has them; `tools`:
-    what is known of their results, in words."""
+    """`success`, `reward`, `feedback_score` and `signals`, as `Annotations.summary` has them;
+    `tools`: what is known of their results, in words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -245,12 +245,18 @@ def from_file(value: object) -> object:
     path = Path(value.removeprefix(FILE))
     if not path.is_absolute():
         raise ValueError("names a file by a relative path; give file: and an absolute one")
+    if "\0" in value:
+        raise ValueError("names a file by a path with a NUL byte; give the path without it")
     try:
         # A pipe would be waited for until somebody writes into it.
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise ValueError("names something else than a plain file")
-            found = file.read(MAX_SECRET_BYTES + 1)
+            with open(descriptor, "rb", closefd=False) as file:
+                found = file.read(MAX_SECRET_BYTES + 1)
+        finally:
+            os.close(descriptor)
     except OSError as error:
         raise ValueError(f"names a file that cannot be read ({error.strerror})") from None
     if len(found) > MAX_SECRET_BYTES or not found.strip():

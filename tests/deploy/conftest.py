@@ -531,7 +531,8 @@ class Api:
 
 
 MakeApi = Callable[..., Api]
-"""make_api(*tokens, host=, scopes=): the admin API over the world's store, behind these tokens."""
+"""make_api(*tokens, host=, scopes=): the admin API over the world's store, behind these tokens; a
+space in the scopes lists each token again. Other keywords are fields of the context."""
 
 
 @pytest.fixture(autouse=True)
@@ -546,12 +547,13 @@ def make_api(world: World) -> MakeApi:
         host: str = "127.0.0.1:8081",
         scopes: str = "",
         lines: tuple[Line, ...] = (),
+        **more: Any,
     ) -> Api:
         reconciler = world.keeper()
         changes: list[int] = []
         loops: dict[str, LoopView] = {"tick": LoopView()}
-        colon = f":{scopes}" if scopes else ""
-        digests = tuple(token_digest(token) + colon for token in tokens)
+        entries = [f":{words}" if words else "" for words in scopes.split()] or [""]
+        digests = tuple(token_digest(token) + words for token in tokens for words in entries)
         context = AdminContext(
             database=world.database,
             model="m",
@@ -562,6 +564,7 @@ def make_api(world: World) -> MakeApi:
             on_change=lambda: changes.append(1),
             clock=world.clock,
             loops=lambda: loops,
+            **more,
         )
         app = create_app(context)
         transport = httpx.ASGITransport(

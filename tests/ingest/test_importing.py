@@ -449,3 +449,42 @@ def test_an_import_that_waits_is_for_the_champion_of_the_time_when_it_is_chosen(
     kit.choose()
 
     assert kit.group(group_id_of(found.exchange_id)).adapter == "smollm--v1"
+
+
+@pytest.mark.parametrize(
+    ("form", "row", "change", "reason"),
+    [
+        ("litellm", LITELLM, {"messages": [{"role": [], "content": "a"}]}, "no_messages"),
+        ("litellm", LITELLM, {"messages": [{"role": {}, "content": "a"}]}, "no_messages"),
+        ("litellm", LITELLM, {"startTime": 10**400}, "no_time"),
+        ("langfuse", LANGFUSE, {"start_time": 10**400}, "no_time"),
+        ("tensorzero", TENSORZERO, {"id": "zzzzzzzzzzzz7zzzzzzzzzzzzzzzzzzz"}, "no_time"),
+        ("tensorzero", TENSORZERO, {"target_id": "x", "value": 10**400}, "no_number"),
+        ("tensorzero", TENSORZERO, {"processing_time_ms": 10**400}, None),
+        ("litellm", LITELLM, {"model_parameters": {"max_tokens": 10**400}}, None),
+        ("litellm", LITELLM, {"id": "\\ud800"}, None),
+    ],
+)
+def test_a_row_of_strange_values_does_not_end_the_import(
+    tmp_path: Path, form: str, row: Mapping[str, Any], change: Mapping[str, Any], reason: str | None
+) -> None:
+    work = new_import(form)
+
+    found = [*map(work.record, work.read(rows_of(tmp_path, {**row, **change}, row)))]
+
+    assert sum(isinstance(one, Exchange) for one in found) == (1 if reason else 2)
+    assert work.left_out == ({reason: 1} if reason else {})
+
+
+@pytest.mark.parametrize("error", [TypeError, ValueError, OverflowError, KeyError, RecursionError])
+def test_a_row_that_a_reader_fails_on_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    def fail(logged: Logged) -> dict[str, Any]:
+        raise error("strange")
+
+    monkeypatch.setattr("ingest.importing.request_of", fail)
+    work = new_import("litellm")
+
+    assert [*map(work.record, work.read(rows_of(tmp_path, LITELLM)))] == [None]
+    assert work.left_out == {"unreadable": 1}

@@ -13,7 +13,7 @@ from deploy.admin.client import TOKEN_VARIABLE, AdminClient
 from deploy.outside.http import OutsideError, secret_of
 from sidecar.errors import SettingsError
 from sidecar.settings import Admin, Settings, load_settings
-from sidecar.settings.kinds import MAX_SECRET_BYTES
+from sidecar.settings.kinds import MAX_SECRET_BYTES, from_file
 
 
 def secrets_of(model: type[BaseModel], place: str = "") -> list[str]:
@@ -90,7 +90,7 @@ def test_urls_that_hold_passwords_may_stand_in_files(tmp_path: Path) -> None:
         (b"top\nsecret", "file:{path}", "a line's end"),
         (None, "file:/dev/zero", "plain file"),
         (None, "file:{path.parent}/pipe", "plain file"),
-        (None, "file:{path.parent}", "Is a directory"),
+        (None, "file:{path.parent}", "plain file"),
     ],
 )
 def test_a_file_without_a_usable_secret_is_refused_and_not_quoted(
@@ -110,6 +110,25 @@ def test_a_file_without_a_usable_secret_is_refused_and_not_quoted(
     assert why in text
     assert "\n" not in text
     assert "top" not in text
+
+
+def test_a_folder_in_place_of_a_secret_leaves_no_descriptor_open(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        with pytest.raises(ValueError, match="plain file"):
+            from_file(f"file:{tmp_path}")
+
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_path_with_a_nul_byte_is_refused_by_its_setting(tmp_path: Path) -> None:
+    config = tmp_path / "sidecar.toml"
+    config.write_text('[judge]\napi_key = "file:/run/secrets/a\\u0000b"\n')
+
+    with pytest.raises(SettingsError, match=r"judge\.api_key.*NUL byte; give the path without it"):
+        load_settings(config)
+    with pytest.raises(OutsideError, match="TOKEN names a file by a path with a NUL byte"):
+        secret_of("TOKEN", {"TOKEN": "file:/a\0b"})
 
 
 def test_tokens_of_variables_may_stand_in_files(

@@ -109,11 +109,38 @@ async def test_a_token_of_a_project_asks_about_that_alone(
         assert "?project=sales or ?project=shop" in reply.json()["detail"]
 
 
-def test_a_digest_that_is_listed_twice_has_what_both_entries_say() -> None:
-    narrow, other = f"{DIGEST}:read@shop", f"{DIGEST}:operate@sales"
+@pytest.mark.parametrize(
+    ("scopes", "method", "path", "allowed"),
+    [
+        ("read operate@shop", "GET", "/status", True),
+        ("read operate@shop", "POST", "/rollback?project=shop", True),
+        ("read operate@shop", "POST", "/rollback", False),
+        ("read operate@shop", "POST", "/rollback?project=sales", False),
+        ("read operate@shop", "POST", "/canaries/x/pause", False),
+        ("operate@shop read", "POST", "/rollback", False),
+        ("operate@shop read@sales", "POST", "/rollback?project=shop", True),
+        ("operate@shop read@sales", "POST", "/rollback?project=sales", False),
+        ("operate@shop read@sales", "GET", "/status?project=sales", True),
+        ("operate@shop read@sales", "GET", "/status?project=shop&project=sales", False),
+        ("read operate", "POST", "/rollback", True),
+    ],
+)
+async def test_of_a_digest_that_is_listed_twice_one_entry_must_allow_the_request(
+    make_api: MakeApi, scopes: str, method: str, path: str, allowed: bool
+) -> None:
+    api = make_api("t", scopes=scopes)
 
-    assert grant_of(b"Bearer t", [narrow, other]).projects == {"shop", "sales"}
-    assert grant_of(b"Bearer t", [narrow, DIGEST]).projects == frozenset()
+    reply = await api.client.request(method, f"/admin/v1{path}", headers=AS_T)
+
+    assert (reply.status_code != 403) is allowed, reply.text
+
+
+def test_what_two_entries_hold_for_everything_adds_up() -> None:
+    several = grant_of(b"Bearer t", [f"{DIGEST}:{it}" for it in ("read@shop", "train", "operate")])
+
+    assert several.scopes == {"read", "train", "operate"}
+    assert several.projects == frozenset()
+    assert [sorted(one.projects) for one in several.others] == [["shop"]]
 
 
 async def test_a_guess_waits_and_a_right_token_does_not(

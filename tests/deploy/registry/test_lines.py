@@ -8,7 +8,7 @@ import pytest
 
 from deploy.canary import gate_store
 from deploy.canary.live_turns import LiveTurns, count_ramp
-from deploy.engine.reconcile import read_desired
+from deploy.engine.reconcile import EngineView, read_desired
 from deploy.registry import (
     aliases as bans,
     audit,
@@ -20,8 +20,11 @@ from deploy.registry import (
     versions,
 )
 from deploy.registry.rollback import rollback
+from sidecar import conditions
+from sidecar.conditions import Condition
 from sidecar.lines import Line, lines_of
-from sidecar.store.models import AuditRow
+from sidecar.settings import Judge
+from sidecar.store.models import AuditRow, CounterRow
 from tests.deploy.conftest import MakeApi, World
 
 DEFAULT, OWN = lines_of("m", ["support"])
@@ -268,3 +271,52 @@ async def test_an_unknown_project_is_404_with_the_known_ones(
     assert reply.json()["detail"] == (
         "shop has no adapters of its own; projects that have: support"
     )
+
+
+async def test_a_token_of_a_project_reads_nothing_of_the_others(
+    shared: World, own: World, make_api: MakeApi
+) -> None:
+    lines = default, shop, rival = lines_of("m", ["support", "rival"])
+    with shared.database.write() as session:
+        routing_writer.initialise(session, rival.name, now=0.0, actor=audit.CONTROL)
+        for line in ("", default.name, shop.name, rival.name):
+            one = Condition(kind="x", line=line, code="x", message=f"of {line}")
+            conditions.write(session, one, now=1.0)
+        session.add(CounterRow(stage="consume", reason="stored", count=7))
+    folder = shared.folder / "rival"
+    folder.mkdir()
+    other = replace(shared, line=rival, folder=folder)
+    mine, theirs = own.register(1, values=(0.1, 0.2)), other.register(1, values=(0.3, 0.4))
+    own.promote(mine)
+    other.promote(theirs)
+    api = make_api("t", scopes="read@support", lines=lines, judge=Judge(budget=5.0))
+    full = make_api("t", scopes="read", lines=lines, judge=Judge(budget=5.0))
+    for asked in (api, full):
+        asked.reconciler.view = EngineView(away=None, loaded=frozenset((mine, theirs)))
+        asked.client.headers["authorization"] = "Bearer t"
+
+    reply = await api.get("/status", project="support")
+    text = await api.client.get(
+        "/admin/v1/status?project=support", headers={"accept": "text/plain"}
+    )
+    progress = await api.get("/progress", project="support")
+    found = reply.json()
+
+    assert [line["project"] for line in found["lines"]] == ["support"]
+    assert (found["champion"], found["engine"]["loaded"]) == (mine, [mine])
+    assert [one["message"] for one in found["conditions"]] == [f"of {shop.name}"]
+    assert (found["exchanges"], found["budgets"], found["engine"]["replicas"]) == (None, [], {})
+    assert (progress.json()["cost"], progress.json()["cost_of_a_point"]) == (None, "")
+    for shown in (reply.text, text.text, progress.text):
+        assert not any(word in shown for word in ("rival", theirs, "http://", "Recorded"))
+    assert f"project support: {mine} answers every session" in text.text
+    refused = await api.get("/funnel", project="support")
+    assert refused.status_code == 403
+    assert "/funnel is not about one project alone" in refused.json()["detail"]
+
+    every = (await full.get("/status", project="support")).json()
+    assert [line["project"] for line in every["lines"]] == [None, "support", "rival"]
+    assert (every["exchanges"], len(every["budgets"])) == (7, 2)
+    assert set(every["engine"]["loaded"]) == {mine, theirs}
+    assert (await full.get("/funnel", project="support")).status_code == 200
+    assert (await full.get("/progress", project="support")).json()["cost"] is not None
