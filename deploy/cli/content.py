@@ -253,7 +253,7 @@ def exchanges_import(
             rows = work.read(files)
             imported = _to_bus(settings, map(work.record, rows))
         except OSError as error:  # an OutboxError too
-            note(f"{error}; what was imported stays, and the same command goes on")
+            note(f"{error}; what is imported stays; run the command again to go on")
             raise typer.Exit(1) from None
     exchanges, scores = imported["exchanges"], imported["scores"]
     say(f"imported {counted(exchanges, 'exchange')}, {counted(scores, 'score')}")
@@ -304,7 +304,11 @@ def _renderer(
                 room = found["max_model_len"] - found["count"]
                 return (tuple(found["tokens"]), room) if room > 0 else None
             except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
-                why = f"vLLM at {url} renders no prompt: {error!r}"
+                status = isinstance(error, httpx.HTTPStatusError) and error.response.status_code
+                why = (
+                    f"vLLM at {url} renders no prompt (POST /tokenize: {status or repr(error)}); "
+                    "a router before it must pass that path on"
+                )
             try:  # is it the prompt, or vLLM?
                 ask({"messages": [{"role": "user", "content": "hi"}]}).raise_for_status()
             except httpx.HTTPError:

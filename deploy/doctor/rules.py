@@ -523,7 +523,10 @@ def _most_end(
             stage=stage,
             cause=CAUSES.get(reason, reason),
             text=f"{number} of the newest {decided} decided exchanges are not suitable: {reason}",
-            to_do=to_do.get(reason, "see `exchange.selection` in docs/data-dictionary.md"),
+            to_do=to_do.get(
+                reason,
+                "see `exchange.selection` in data-dictionary.md (`sidecar docs` prints its folder)",
+            ),
         )
 
 

@@ -104,6 +104,8 @@ def test_every_pod_runs_without_rights_and_with_its_own_disk(rendered: list[Mani
         claims = {"state"} if spec is specs["s-proxy"] else set()
         assert mounted == {one["name"] for one in spec["volumes"]} | claims
         assert container["envFrom"] == [{"secretRef": {"name": "learning-sidecar"}}]
+        (secrets,) = (one for one in container["volumeMounts"] if one["name"] == "secrets")
+        assert (secrets["mountPath"], secrets["readOnly"]) == ("/run/secrets/sidecar", True)
 
 
 def test_an_outbox_outlives_its_pod_and_no_two_proxies_are_evicted_at_once(

@@ -49,6 +49,7 @@ volumeMounts:
   - {name: settings, mountPath: /etc/learning-sidecar}
   - {name: state, mountPath: /state}
   - {name: tmp, mountPath: /tmp}
+  - {name: secrets, mountPath: /run/secrets/sidecar, readOnly: true}
 {{- range .mounts }}
   - {{ toJson . }}
 {{- end }}
@@ -59,5 +60,7 @@ volumeMounts:
   configMap: {name: {{ .root.Release.Name }}}
 - name: tmp
   emptyDir: {}
+- name: secrets
+  secret: {secretName: {{ .root.Values.secret | quote }}, defaultMode: 288} # 0440
 {{- end }}
 
