@@ -175,7 +175,7 @@ def _named_by(store: Path) -> dict[str, str]:
     with closing(sqlite3.connect(store)) as connection:
         [(sound,)] = connection.execute("PRAGMA quick_check(1)").fetchall()
         if sound != "ok":
-            raise BackupError(f"the store is damaged: {sound}; docs/runbook.md says how to save it")
+            raise BackupError(f"the store is damaged: {sound}; docs/upgrade.md says how to save it")
         rows = connection.execute(
             "SELECT DISTINCT path, digest FROM adapter_version WHERE removed_at IS NULL"
         )

@@ -219,7 +219,7 @@ def _run(line: Line, run: RunRow) -> Iterator[Condition]:
             state="act",
             code="run_failed",
             message=f"the newest training run{of} failed: {run.reason or ''}",
-            to_do="see the error's class among the symptoms in docs/runbook.md; its groups wait",
+            to_do="see the error's class among the symptoms in docs/incident.md; its groups wait",
             since=run.started_at,
             data={"run_id": run.run_id},
         )

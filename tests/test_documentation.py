@@ -67,7 +67,7 @@ def test_the_dictionary_has_every_value_of_its_lists() -> None:
 
 
 def test_every_event_that_the_runbook_names_as_a_symptom_is_in_the_code() -> None:
-    text = section(ROOT / "docs" / "runbook.md", "Symptoms")
+    text = section(ROOT / "docs" / "incident.md", "Symptoms")
     symptoms = re.findall(r"^\| ([^|]+) \|", text, flags=re.MULTILINE)
     named = set(re.findall(r"`([a-z]+(?:_[a-z]+)+)", " ".join(symptoms)))
     sources = [file for room in PRODUCT for file in (ROOT / room).rglob("*.py")]

@@ -145,7 +145,7 @@ ENDS: Final[Mapping[Name, Mapping[str, str]]] = {
         "too_few_trainable": "most answers are masked: `answer_masked_...` in the counters of "
         "stage learn",
         "too_long": "raise learner.pack_tokens",
-        "drift": "see `DriftError` among the symptoms in docs/runbook.md",
+        "drift": "see `DriftError` among the symptoms in docs/incident.md",
         "drift_unchecked": "keep the folders of the last versions",
         "failed_runs": "see why runs fail: `sidecar status`",
         "out_of_memory": "lower learner.pack_tokens",
@@ -456,7 +456,7 @@ def _captures(stage: Stage) -> Iterator[Diagnosis]:
             cause=reason,
             text=f"none of {stage.entered} requests was captured, {number} of them: {reason}",
             to_do=REFUSED.get(reason)
-            or "see `Capture losses` in docs/runbook.md, and docs/data-dictionary.md for a "
+            or "see `Capture losses` in docs/incident.md, and docs/data-dictionary.md for a "
             "reason that begins with skipped_ (the [capture] settings)",
         )
 

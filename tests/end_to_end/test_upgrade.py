@@ -1,7 +1,7 @@
 """An upgrade from the commit before, one process after the other, while users ask.
 
 The processes of both commits are real and share a store, an outbox and a settings file. Ingest and
-control come first, as docs/runbook.md says: a proxy of before goes on under them.
+control come first, as docs/upgrade.md says: a proxy of before goes on under them.
 """
 
 from __future__ import annotations
