@@ -70,7 +70,7 @@ SCANS = {
     "ingest/store/sessions.py:newest_exchanges": NEWEST,
     "ingest/tasks/rehearsals.py:candidates_in": NEWEST,
     "ingest/tasks/rehearsals.py:rehearsed_tasks": NEWEST,
-    "ingest/tasks/rehearsals.py:standing_of": NEWEST,
+    "ingest/tasks/rehearsals.py:rehearsals_status": NEWEST,
     "ingest/best_of.py:any_scores": "one row",
     "ingest/best_of.py:oldest_scores": "in the order of an index, with a limit",
     "ingest/judges/replies.py:ReplyStore._keep": "one row, the first of an index",

@@ -117,6 +117,7 @@ async def test_gains_by_whole_tasks_are_not_added_to_gains_of_a_judges_score(
     world.promote(first)
     judged(world, first, [0.4] * 60)
     second = world.register(2, parent=first, values=(0.5, -0.3))
+    world.clock.now += 1.0
     world.promote(second)
     judged(world, second, [0.2] * 60, rubric=None)
 
