@@ -21,7 +21,7 @@ from fastapi import Depends, Request
 
 from deploy.admin.wire import (
     EVERY_SCOPE,
-    PREFIX,
+    OF_ALL,
     ScopeError,
     UnreadableError,
     check_scope,
@@ -173,7 +173,7 @@ def _check(request: Request, grant: Grant | None) -> None:
     if grant is None or not grant.projects:
         return
     named = any(one.alias == "project" for one in route.dependant.query_params)
-    takes = named and route.path != f"{PREFIX}/funnel"  # its stages are of all projects together
+    takes = named and route.path not in OF_ALL
     if not takes or not grant.projects.issuperset(request.query_params.getlist("project") or {""}):
         theirs = " or ".join(f"?project={one}" for one in sorted(grant.projects))
         what = "send" if takes else f"{route.path} is not about one project alone; it may ask with"

@@ -62,7 +62,6 @@ class Refusals:
         self.counts: Counter[RefusalReason] = Counter()
         self._clock = clock
         self._logged: dict[RefusalReason, tuple[float, int]] = {}
-
         self._guesses = 0
 
     async def slow_down(self, reason: RefusalReason) -> None:

@@ -194,6 +194,8 @@ NEEDED: dict[tuple[str, str], AdminScope | None] = {
 }
 """(method, path template) -> scope."""
 
+OF_ALL: Final = frozenset({f"{PREFIX}/funnel"})
+"""Routes that take a project and count all of them together: closed to a token of a project."""
 _PATTERNS = [(compile_path(path)[0], path, method) for method, path in NEEDED]
 
 

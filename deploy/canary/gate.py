@@ -315,7 +315,7 @@ async def score_prompt(
 
 async def fault_of(
     answered: Sequence[Answered],
-    score: Callable[[list[Answered], str], Awaitable[None]],
+    score: Callable[[list[Answered], str], Awaitable[object]],
     probe: Callable[[], Awaitable[str | None]],
 ) -> Fault:
     """Find whose answers kept the judge from scoring a group: it is asked again without the
@@ -617,11 +617,9 @@ class Gate:
     ) -> Fault:
         if self._exam is not None or self._rules.promote_on == "quick":
             return "unknown"
-
-        async def score(rest: list[Answered], part: str) -> None:
-            await self._score(canary, prompt, rest, part=part)
-
-        return await fault_of(answered, score, self._probe)
+        return await fault_of(
+            answered, lambda rest, part: self._score(canary, prompt, rest, part=part), self._probe
+        )
 
     def _check_lease(self) -> None:
         if not self._acts():

@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -68,6 +69,7 @@ HOURS = 4
 GIVE_UP_AFTER = 10
 """Prompts in a row that say nothing after which a replay ends."""
 REFUSES_ALL = (JudgeRejectedError.reason, JudgeNoCreditError.reason)
+"""Why a judge may refuse the probe: that does not pass by itself."""
 LONGEST_AWAY_S = 600.0
 """How long a replay waits for vLLM, users' load or the judge until it ends with what it has."""
 Load = Callable[[], Awaitable[None]]
@@ -196,16 +198,18 @@ class Replay:
         self._calls: list[JudgeCall] = []
         self._stopped = ""
 
-    async def run(self, prompts: Sequence[Prompt], told: Callable[[int], None]) -> None:
-        """Ask the prompts, until all are asked or harm is proven. told: how many are, after each
-        batch. What was found until it is cancelled stays in `report`."""
+    async def run(self, prompts: Sequence[Prompt], progress: Callable[[int], None]) -> None:
+        """Ask the prompts, until all are asked or harm is proven. progress: takes how many are,
+        after each batch. What was found until it is cancelled stays in `report`."""
         for start in range(0, len(prompts), self._parallel):
             batch = prompts[start : start + self._parallel]
             asking = (self._compare(one.held_out) for one in batch)
             found = await asyncio.gather(*asking, return_exceptions=True)
             ends: list[Comparison] = []
+            error: BaseException | None = None
             for prompt, one in zip(batch, found, strict=True):
                 if isinstance(one, BaseException):
+                    error = one
                     break
                 end, why = one
                 ends.append(end)
@@ -213,13 +217,12 @@ class Replay:
                 if why:
                     self._set_aside[why] += 1
             self._quality = quality_of(ends, self._limits, anchored=False, start=self._quality)
-            told(len(self._made))
-            error = next((one for one in found if isinstance(one, BaseException)), None)
-            if error is not None and not isinstance(error, ReplayError):
-                raise error
-            if error is not None:
+            progress(len(self._made))
+            if isinstance(error, ReplayError):
                 self._stopped = str(error)
                 return
+            if error is not None:
+                raise error
             left = len(prompts) - len(self._made)
             if left and proof_rule.harm(self._quality) is not None:
                 self._stopped = f"it is proven worse: {counted(left, 'prompt')} not asked"
@@ -355,11 +358,7 @@ class Replay:
     async def _unscored(self, prompt: HeldOutPrompt, why: str) -> tuple[Comparison, str]:
         """Find out whose answers the judge did not score: that counts as at the gate."""
         answered = await self._answers.get(self._trial, prompt)
-
-        async def score(rest: list[Answered], part: str) -> None:
-            await self._score(prompt, rest, part)
-
-        fault = await fault_of(answered, score, self._probe)
+        fault = await fault_of(answered, partial(self._score, prompt), self._probe)
         self._answers.forget(self._trial, prompt)
         unscored = _compared(answered, [None] * len(answered), prompt.request)
         return replace(unscored, fault=fault), why

@@ -157,7 +157,7 @@ async def _play(
     sampler = gate_engine_of(settings)
     parallel = max(1, settings.groups.concurrency // (2 * rules.gate_answers))
 
-    def told(done: int) -> None:
+    def progress(done: int) -> None:
         if done // TELL_EVERY > (done - parallel) // TELL_EVERY or done == asked:
             note(f"{done} of {asked} prompts asked")
 
@@ -175,7 +175,7 @@ async def _play(
                 load=load,
             )
             try:
-                await made.run(drawn, told)
+                await made.run(drawn, progress)
             except asyncio.CancelledError:
                 note("interrupted: what follows is what was found until now")
             return made
