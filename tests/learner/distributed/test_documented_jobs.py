@@ -1,4 +1,4 @@
-"""The jobs that docs/several-processes.md shows: bash, YAML, and arguments that exist."""
+"""The jobs that the pages show: bash, YAML, and arguments that exist."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from learner.__main__ import parser
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs" / "several-processes.md"
+KUBERNETES = ROOT / "docs" / "kubernetes.md"
 VALUES = ROOT / "install" / "helm" / "learning-sidecar" / "values.yaml"
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), flags=re.DOTALL)
 
 
 def require_true(command: list[str]) -> Any:
@@ -41,7 +42,7 @@ def test_the_command_by_hand_is_true() -> None:
 
 
 def test_the_slurm_script_is_bash_and_starts_a_run() -> None:
-    (script,) = blocks("bash")
+    (script,) = blocks(PAGE, "bash")
     subprocess.run(["bash", "-n"], input=script, text=True, check=True, timeout=30)
     line = re.search(
         r'^srun --cpus-per-task "\$SLURM_CPUS_PER_TASK" (torchrun .*)',
@@ -62,7 +63,7 @@ def test_the_slurm_script_is_bash_and_starts_a_run() -> None:
 
 def test_the_values_of_the_chart_have_a_process_for_each_card() -> None:
     """What the chart makes of them: tests/install/test_chart.py."""
-    (text,) = blocks("yaml")
+    (text,) = blocks(KUBERNETES, "yaml")
     learn = yaml.safe_load(text)["learn"]
     chart = yaml.safe_load(VALUES.read_text())
 
