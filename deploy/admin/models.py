@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Final, Generic, Self, TypeVar
 
 from pydantic import BaseModel, Field
 
@@ -406,18 +406,27 @@ class StatusOut(Out):
     """`on` when token ids are compared with the texts they belong to; else the reason why not."""
 
     def only(self, projects: Collection[str]) -> Self:
-        """Leave out what is of other projects, or of all of them together."""
+        """Return what is of these projects: the fields in `_OF_A_LINE`, and parts of a few others.
+
+        A field that neither names stays empty, so a new one is not shown by mistake.
+        """
         own = [one for one in self.engine.loaded if project_of(line_of_adapter(one)) in projects]
-        empty = ("groups", "feedback", "signals", "hooks", "budgets")
-        unknown = ("exchanges", "retention", "gate_judge", "judge_noise", "rehearsals")
-        less: dict[str, Any] = {
-            "lines": [one for one in self.lines if one.project in projects],
-            "conditions": [one for one in self.conditions if one.project in projects],
-            "engine": EngineOut(
-                away=self.engine.away and "no vLLM answers", loaded=own, refused={}, replicas={}
-            ),
-            "token_check": "",
-            **{name: type(getattr(self, name))() for name in empty},
-            **dict.fromkeys(unknown),
-        }
-        return self.model_copy(update=less)
+        away = self.engine.away and "no vLLM answers"
+        return type(self)(
+            **{name: getattr(self, name) for name in _OF_A_LINE},
+            lines=[one for one in self.lines if one.project in projects],
+            conditions=[one for one in self.conditions if one.project in projects],
+            engine=EngineOut(away=away, loaded=own, refused={}, replicas={}),
+            groups={},
+            exchanges=None,
+            feedback={},
+            signals={},
+            token_check="",
+        )
+
+
+_OF_A_LINE: Final = (
+    "model", "project", "champion", "previous", "routing", "canary", "queued", "pace", "best",
+    "better", "learner", "by_hand", "cron_times", "users", "adapters",
+)  # fmt: skip
+"""Fields of `StatusOut` that are of one line of adapters, or tell nothing of others' traffic."""

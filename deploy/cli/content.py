@@ -256,7 +256,8 @@ def exchanges_import(
             note(f"{error}; what is imported stays; run the command again to go on")
             raise typer.Exit(1) from None
     exchanges, scores = imported["exchanges"], imported["scores"]
-    say(f"imported {counted(exchanges, 'exchange')}, {counted(scores, 'score')}")
+    sent = f"{counted(exchanges, 'exchange')}, {counted(scores, 'score')}"
+    say(f"sent to ingest, which stores each row once: {sent}")
     for reason, number in sorted(work.left_out.items()):
         say(f"left out: {number} {reason}")
     if work.left_out and not imported:

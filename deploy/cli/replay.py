@@ -154,8 +154,8 @@ async def _play(
 
     rules, asked = settings.canary, len(drawn)
     judges = ProcessJudges(settings.judge_of_gate, database)
-    sampler = gate_engine_of(settings)
-    parallel = max(1, settings.groups.concurrency // (2 * rules.gate_answers))
+    sampler = gate_engine_of(settings, max_slowdown=settings.groups.max_slowdown)
+    parallel = max(1, settings.groups.concurrency // (3 * rules.gate_answers))  # as the gate
 
     def progress(done: int) -> None:
         if done // TELL_EVERY > (done - parallel) // TELL_EVERY or done == asked:

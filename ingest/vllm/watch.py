@@ -300,16 +300,17 @@ def engine_of(settings: Settings) -> ReplicaSampler:
     return open_replicas(urls, api_key, groups)
 
 
-def gate_engine_of(settings: Settings) -> ReplicaSampler:
+def gate_engine_of(settings: Settings, *, max_slowdown: float = 0.0) -> ReplicaSampler:
     """Open the vLLMs that serve users, for answers that are compared.
 
-    Not under the limit on the slow-down of users: score and control would each take the other's
-    candidates for users', and a canary would wait for its gate for as long as groups are sampled.
+    max_slowdown: share by which they may slow users; 0: no limit, as for the gate, since score and
+    control would each take the other's candidates for users', and a canary would wait for its gate
+    for as long as groups are sampled.
     """
     serving = settings.serving
     api_key = serving.api_key.get_secret_value() if serving.api_key is not None else None
-    unlimited = settings.groups.model_copy(update={"max_slowdown": 0.0})
-    return open_replicas(serving.upstreams, api_key, unlimited)
+    groups = settings.groups.model_copy(update={"max_slowdown": max_slowdown})
+    return open_replicas(serving.upstreams, api_key, groups)
 
 
 def open_replicas(

@@ -89,7 +89,10 @@ def test_a_log_and_its_scores_go_to_the_bus(tmp_path: Path, run: Run, vllm: Rend
     code, out, _ = run("langfuse", rows, "--score", "good=1:5")
 
     assert code == 0
-    assert out.splitlines() == ["imported 1 exchange, 1 score", "left out: 1 no_chat"]
+    assert out.splitlines() == [
+        "sent to ingest, which stores each row once: 1 exchange, 1 score",
+        "left out: 1 no_chat",
+    ]
     exchange, score = on_bus(tmp_path)
     found = decode_exchange(exchange)
     assert (found.adapter, found.origin, found.prompt_token_ids) == ("base", "imported", (1, 2, 3))
@@ -110,7 +113,10 @@ def test_a_prompt_that_vllm_does_not_take_does_not_stop_the_others(
     code, out, _ = run("langfuse", log_of(tmp_path, poison, ROW))
 
     assert code == 0
-    assert out.splitlines() == ["imported 1 exchange, 0 scores", "left out: 1 not_rendered"]
+    assert out.splitlines() == [
+        "sent to ingest, which stores each row once: 1 exchange, 0 scores",
+        "left out: 1 not_rendered",
+    ]
 
 
 def test_a_log_of_which_nothing_can_be_imported_ends_with_1(tmp_path: Path, run: Run) -> None:
