@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from deploy.cli.replay import FOLDER_NAME, _loaded
+from deploy.cli.replay import FOLDER_NAME, _loaded, _play
 from deploy.errors import InvalidAdapterError
-from sidecar.settings import Settings
+from deploy.records import trial_of
+from ingest.vllm import watch
+from ingest.vllm.watch import ReplicaSampler
+from sidecar.records import BASE
+from sidecar.settings import Groups, Settings
 from sidecar.store.database import Database
 from support.adapter_endpoints import MODEL, AdapterEndpoints, vllm_in_thread
 from tests.deploy.conftest import MakeFolder
@@ -17,8 +23,8 @@ CHAMPION, OLD = f"{MODEL}--v1-000000000001", f"{MODEL}--v2-000000000002"
 OURS, KILLED = f"{FOLDER_NAME}aaaaaaaaaaaa", f"{FOLDER_NAME}bbbbbbbbbbbb"
 
 
-def settings_of(folder: Path, *urls: str) -> Settings:
-    return Settings(state_dir=folder, serving={"upstreams": urls, "model": MODEL})
+def settings_of(folder: Path, *urls: str, **more: Any) -> Settings:
+    return Settings(state_dir=folder, serving={"upstreams": urls, "model": MODEL}, **more)
 
 
 async def test_both_are_loaded_and_only_what_was_there_stays(
@@ -47,3 +53,25 @@ async def test_a_folder_that_was_changed_is_not_loaded(
         async with _loaded(settings_of(tmp_path, url), database, {OURS: (str(path), "0" * 64)}):
             pass
     assert endpoints.adapters == {}
+
+
+async def test_it_slows_users_no_more_than_candidates_may(
+    database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[float] = []
+    opened = watch.open_replicas
+
+    def noted(urls: Sequence[str], api_key: str | None, groups: Groups) -> ReplicaSampler:
+        limits.append(groups.max_slowdown)
+        return opened(urls, api_key, groups)
+
+    monkeypatch.setattr(watch, "open_replicas", noted)
+    settings = settings_of(
+        tmp_path,
+        "http://127.0.0.1:9",
+        groups={"max_slowdown": 0.125},
+        judge={"model": "openai/scripted"},
+    )
+    await _play(settings, database, trial_of(MODEL, CHAMPION, BASE, "salt"), [], {})
+
+    assert limits == [0.125]
