@@ -18,6 +18,7 @@ import hashlib
 import math
 import mmap
 import re
+import time
 from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -53,6 +54,8 @@ LITELLM_MARKS: Final = (b"(litellm_truncated skipped", b"redacted-by-litellm")
 LARGEST: Final = 2**31
 MOST_BYTES: Final = 4 * 2**20
 """A record that is longer is left out: hundreds may wait on the bus beside the proxy's."""
+AHEAD_S: Final = 86_400.0
+"""How far ahead of this host's clock a row may be: a clock or a zone that was wrong."""
 _CAPITAL: Final = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _TRACE: Final = re.compile(r"[0-9a-f]{32}")
 _OPENAI_ROLES: Final = ("system", "developer", "user", "assistant", "tool")
@@ -346,12 +349,26 @@ def _messages(found: Any) -> Sequence[Any]:
     known = isinstance(found, list) and all(
         isinstance(one, dict)
         and one.get("role") in _OPENAI_ROLES
-        and isinstance(one.get("content"), str | list | None)
+        and _is_content(one.get("content"))
+        and isinstance(one.get("tool_calls"), list | None)
         for one in found
     )
     if not known or not found:
         raise LeftOutError("no_messages")
     return found  # type: ignore[no-any-return]
+
+
+def _is_content(found: Any) -> bool:
+    """True for what a chat's message may say: a text, or parts that each have a type."""
+    return isinstance(found, str | None) or (
+        isinstance(found, list)
+        and all(
+            isinstance(part, dict)
+            and isinstance(part.get("type"), str)
+            and (part["type"] != "text" or isinstance(part.get("text"), str))
+            for part in found
+        )
+    )
 
 
 def _answer(found: Any) -> Object:
@@ -401,7 +418,7 @@ def _time(value: Any, otherwise: float | None = None) -> float:
         except (ValueError, OverflowError):
             value = None
     found = _number(value, math.nan if otherwise is None else otherwise)
-    if not 0 <= found < 1e11:
+    if not 0 <= found < time.time() + AHEAD_S:
         raise LeftOutError("no_time")
     return found
 
@@ -412,7 +429,7 @@ def _uuid_time(name: str) -> float:
     if len(digits) != 32 or digits[12] != "7":
         raise LeftOutError("no_time")
     try:
-        return int(digits[:12], 16) / 1000
+        return _time(int(digits[:12], 16) / 1000)
     except ValueError:
         raise LeftOutError("no_time") from None
 

@@ -32,7 +32,7 @@ from deploy.admin.changes import (
 from deploy.admin.context import AdminContext
 from deploy.admin.models import CanaryOut, LearnerOut
 from deploy.admin.out import Out
-from deploy.admin.paging import Project, new_router
+from deploy.admin.paging import OfProject, Project, new_router
 from deploy.admin.problems import ConflictError
 from deploy.admin.records import naming, read_learner
 from deploy.admin.wire import UnreadableError
@@ -193,10 +193,11 @@ def _add_canary_actions(router: APIRouter, context: AdminContext) -> None:
         actor: Caller,
         body: Reason = None,
         if_match: IfMatch = None,
+        project: OfProject = None,
     ) -> CanaryOut:
         """Pause, resume, promote or abort a canary, or skip the step that it is in."""
         reason = reason_in(body)
-        canary = _act(context, canary_id, action, reason, actor, if_match)
+        canary = _act(context, canary_id, action, reason, actor, if_match, project)
         context.on_change()
         response.headers["etag"] = canaries.etag(canary)
         with naming(f"canary {canary_id}"):
@@ -210,6 +211,7 @@ def _act(
     reason: str,
     actor: str,
     if_match: str | None,
+    project: str | None,
 ) -> Canary:
     do = {
         "pause": transitions.pause,
@@ -219,7 +221,7 @@ def _act(
         "skip-step": transitions.skip_step,
     }[action]
     with context.database.write() as session:
-        row = canaries.find_row(session, canary_id)
+        row = context.canary_row(session, canary_id, project)
         before = canaries.to_canary(row)
         if action in ("resume", "promote", "skip-step"):
             check_match(if_match, canaries.etag(before))

@@ -13,10 +13,10 @@ from deploy.admin.progress import ProgressReader
 from deploy.admin.reception import Refusals
 from deploy.conditions import control_conditions, in_order, read_conditions
 from deploy.engine.reconcile import EngineView, Fleet
-from deploy.errors import UnknownProjectError
+from deploy.errors import UnknownCanaryError, UnknownProjectError
 from deploy.examiner import Examiner
 from deploy.funnel import read_funnel
-from deploy.registry import versions
+from deploy.registry import canaries, versions
 from deploy.supervise import LoopView
 from sidecar.conditions import Condition
 from sidecar.lines import Line
@@ -29,6 +29,7 @@ from sidecar.settings import (
 )
 from sidecar.settings.learning import Rehearsals
 from sidecar.store.database import Database
+from sidecar.store.models import CanaryRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +82,16 @@ class AdminContext:
     def line_of(self, project: str | None) -> str:
         """Return the name of the line. Raises: UnknownProjectError."""
         return self.whole_line(project).name
+
+    def canary_row(self, session: Session, canary_id: str, project: str | None) -> CanaryRow:
+        """Return a canary's row. project: of whose line it must be; None: of any.
+
+        Raises: UnknownCanaryError; UnknownProjectError.
+        """
+        row = canaries.find_row(session, canary_id)
+        if project is not None and row.model != self.line_of(project):
+            raise UnknownCanaryError(f"no canary {canary_id} of project {project}")
+        return row
 
     @property
     def all_lines(self) -> tuple[Line, ...]:

@@ -417,11 +417,7 @@ class StatusOut(Out):
             lines=[one for one in self.lines if one.project in projects],
             conditions=[one for one in self.conditions if one.project in projects],
             engine=EngineOut(away=away, loaded=own, refused={}, replicas={}),
-            groups={},
-            exchanges=None,
-            feedback={},
-            signals={},
-            token_check="",
+            **{"groups": {}, "exchanges": None, "feedback": {}, "signals": {}, "token_check": ""},
         )
 
 

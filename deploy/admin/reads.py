@@ -46,6 +46,7 @@ from deploy.admin.paging import (
     EveryVersion,
     Limit,
     Newest,
+    OfProject,
     Project,
     new_router,
     refuse_unknown,
@@ -279,17 +280,17 @@ def _add_canaries(router: APIRouter, context: AdminContext) -> None:
         )
 
     @router.get("/canaries/{canary_id}")
-    def read_canary(canary_id: str, response: Response) -> CanaryOut:
+    def read_canary(canary_id: str, response: Response, project: OfProject = None) -> CanaryOut:
         with database.read() as session:
-            canary = canaries.to_canary(canaries.find_row(session, canary_id))
+            canary = canaries.to_canary(context.canary_row(session, canary_id, project))
         response.headers["etag"] = canaries.etag(canary)
         with naming(f"canary {canary_id}"):
             return CanaryOut.of(canary, context.rules)
 
     @router.get("/canaries/{canary_id}/evidence")
-    def evidence(canary_id: str) -> EvidenceOut:
+    def evidence(canary_id: str, project: OfProject = None) -> EvidenceOut:
         with database.read() as session:
-            row = canaries.find_row(session, canary_id)
+            row = context.canary_row(session, canary_id, project)
             of_canary = GateComparisonRow.canary_id == canary_id
             made = session.scalars(
                 select(GateComparisonRow)

@@ -119,11 +119,15 @@ def _add_groups(router: APIRouter, context: AdminContext) -> None:
         return page_of(rows, newest, show=GroupOut.of_record, name="group {0.group_id}")
 
     @router.get("/groups/{group_id}")
-    def group(group_id: str) -> GroupDetailOut:
+    def group(group_id: str, project: OfProject = None) -> GroupDetailOut:
         with database.read() as session:
             row = session.scalar(select(GroupRow).where(GroupRow.group_id == group_id))
             if row is None:
                 raise UnknownRecordError(f"no group {group_id}")
+            if project is not None:
+                its = select(ExchangeRow.project).where(ExchangeRow.exchange_id == row.exchange_id)
+                asked_by = row.project or session.scalar(its)
+                _check_line(context, project, asked_by, f"group {group_id}")
             answers = session.scalars(
                 select(AnswerRow).where(AnswerRow.group_id == group_id).order_by(AnswerRow.index)
             )
@@ -161,12 +165,13 @@ def _add_task_groups(router: APIRouter, context: AdminContext) -> None:
         return page_of(rows, newest, show=TaskGroupOut.of_record, name="task group {0.group_id}")
 
     @router.get("/task-groups/{task_group_id}")
-    def task_group(task_group_id: str) -> TaskGroupDetailOut:
+    def task_group(task_group_id: str, project: OfProject = None) -> TaskGroupDetailOut:
         """One group of whole sessions, with its sessions, without what was said."""
         with database.read() as session:
             found = session.scalar(select(row).where(row.group_id == task_group_id))
             if found is None:
                 raise UnknownRecordError(f"no task group {task_group_id}")
+            _check_line(context, project, found.project, f"task group {task_group_id}")
             with naming(f"task group {task_group_id}"):
                 members = map(TaskMemberOut.of_record, members_of(session, task_group_id))
                 return TaskGroupDetailOut.of_record(found, members=[*members])
@@ -186,12 +191,14 @@ def _add_history(router: APIRouter, context: AdminContext) -> None:
         return page_of(rows, newest, show=RunOut.of_record, name="run {0.run_id}")
 
     @router.get("/runs/{run_id}")
-    def run(run_id: str) -> RunDetailOut:
+    def run(run_id: str, project: OfProject = None) -> RunDetailOut:
         """One run, with its steps."""
         steps = select(RunStepRow).where(RunStepRow.run_id == run_id)
         steps = steps.order_by(RunStepRow.step.desc()).limit(MOST_STEPS)
         with database.read() as session, naming(f"run {run_id}"):
             row = _find_run(session, context.model, run_id)
+            if project is not None and row.model != context.line_of(project):
+                raise UnknownRecordError(f"no run {run_id} of project {project}")
             page = page_of(
                 session.scalars(steps).all()[::-1],
                 show=lambda row: RunStepOut(step=row.step, at=row.at, figures=row.body),
@@ -200,9 +207,11 @@ def _add_history(router: APIRouter, context: AdminContext) -> None:
             return RunDetailOut.of_record(row, steps=page.items, damaged=page.damaged)
 
     @router.get("/exchanges/{exchange_id}")
-    def exchange(exchange_id: str) -> ExchangeOut:
+    def exchange(exchange_id: str, project: OfProject = None) -> ExchangeOut:
         with database.read() as session, naming(f"exchange {exchange_id}"):
-            return _exchange(session, exchange_id)
+            found = _exchange(session, exchange_id)
+        _check_line(context, project, found.project, f"exchange {exchange_id}")
+        return found
 
     @router.get("/audit")
     def audit(limit: Limit = DEFAULT_LIMIT, cursor: Cursor = None) -> Page[AuditOut]:
@@ -224,15 +233,21 @@ def _add_sessions(router: APIRouter, context: AdminContext) -> None:
     # A client may call its session `a/b`; `:path` takes the slash.
     @router.get("/sessions/{session_id:path}")
     def session_read(
-        session_id: str, limit: Limit = DEFAULT_LIMIT, cursor: Cursor = None
+        session_id: str,
+        limit: Limit = DEFAULT_LIMIT,
+        cursor: Cursor = None,
+        project: OfProject = None,
     ) -> SessionOut:
         columns = [getattr(ExchangeRow, name) for name in TurnOut.model_fields]
         with database.read() as session:
             stored = stored_name(session, session_id)
             statement = select(ExchangeRow.seq, *columns).where(ExchangeRow.session_id == stored)
+            if project is not None:
+                line = context.whole_line(project)
+                statement = statement.where(of_line(ExchangeRow.project, line))
             newest = Newest("session", {ExchangeRow.seq: int}, limit, cursor)
             rows = session.execute(newest.select(statement)).all()
-            if not rows and cursor is None:
+            if not rows and (cursor is None or project is not None):
                 raise UnknownRecordError(f"no session {session_id}; an exchange names its own")
             page = page_of(
                 rows, newest, show=TurnOut.model_validate, name="exchange {0.exchange_id}"
@@ -245,6 +260,17 @@ def _add_sessions(router: APIRouter, context: AdminContext) -> None:
                     next_cursor=page.next_cursor,
                     **_told(annotations_of_session(session, stored)),
                 )
+
+
+def _check_line(
+    context: AdminContext, project: str | None, asked_by: str | None, name: str
+) -> None:
+    """Raises: UnknownRecordError for a record of another line than the one that is asked for.
+
+    asked_by: the project of its requests.
+    """
+    if project is not None and not context.whole_line(project).has(asked_by or ""):
+        raise UnknownRecordError(f"no {name} of project {project}")
 
 
 def _told(notes: Annotations) -> dict[str, Any]:

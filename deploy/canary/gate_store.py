@@ -248,11 +248,13 @@ def held_out_prompts(
     unfit = [] if until is None else [row.stored_at > until]
     unfit += [] if without is None else [row.adapter == without]
     good = [row.public_model == line.model, text(EXAMINED), *(FIRST if first else ())]
-    good += [] if since is None else [row.stored_at >= since]
+    good += [] if since is None else [row.stored_at >= since, row.started_at >= since]
     for session_id in _newest_examined(session, line, since, until):
         if session_id in left_out or session_id in found:
             continue
-        lacks = first and not _any_in(session, session_id, [and_(*good)])
+        # Records of another gateway are stored long after they were asked.
+        chosen = first or since is not None
+        lacks = chosen and not _any_in(session, session_id, [and_(*good)])
         if lacks or _any_in(session, session_id, unfit):
             left_out.add(session_id)
             continue

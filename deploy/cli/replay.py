@@ -15,6 +15,7 @@ import typer
 
 from deploy.cli.context import Project, open_store, settings_of
 from deploy.cli.output import Output, note, read_length, say_either
+from sidecar.processes import INTERRUPTED
 
 if TYPE_CHECKING:
     from deploy.canary.replay import Load, Prompt, Replay
@@ -74,9 +75,11 @@ def replay(
     begins_at = max(0.0, begun_at - length_s)
     with open_store(settings, contents=True) as database:
         drawn, trial, folders = _drawn(settings, database, candidate, against, begins_at, prompts)
-        made = asyncio.run(_play(settings, database, trial, drawn, folders))
+        made, interrupted = asyncio.run(_play(settings, database, trial, drawn, folders))
     report = made.report(since=begins_at)
     say_either(output, asdict(report), lines_of(report))
+    if interrupted:
+        raise typer.Exit(INTERRUPTED)
     if report.difference is None:
         raise typer.Exit(1)
     raise typer.Exit({"worse": 1, "undecided": UNDECIDED}.get(report.verdict, 0))
@@ -146,7 +149,8 @@ async def _play(
     trial: Canary,
     drawn: list[Prompt],
     folders: Folders,
-) -> Replay:
+) -> tuple[Replay, bool]:
+    """Returns: the replay, and whether it was interrupted."""
     from deploy.canary.replay import Replay
     from ingest.judges.build import ProcessJudges
     from ingest.privacy.texts import JudgeView
@@ -174,11 +178,13 @@ async def _play(
                 parallel=parallel,
                 load=load,
             )
+            interrupted = False
             try:
                 await made.run(drawn, progress)
             except asyncio.CancelledError:
                 note("interrupted: what follows is what was found until now")
-            return made
+                interrupted = True
+            return made, interrupted
     finally:
         await sampler.aclose()
         await judges.aclose()

@@ -37,6 +37,7 @@ IDS = (1, 9, 9, 4)
 CUT = "Be ... (litellm_truncated skipped 900 chars) ... brief."
 ALLOWED = json.dumps({"tools": ["find"], "choice": "explicit"})
 
+BAD_PART = {"role": "user", "content": [{"type": "text", "text": {"a": 1}}]}
 LITELLM: dict[str, Any] = {
     "id": "chatcmpl-1",
     "trace_id": "0190a2c1-0000-4000-8000-00000000000a",
@@ -196,6 +197,10 @@ def test_content_blocks_become_messages_of_chat_completions() -> None:
         ("litellm", LITELLM, {"response": {"choices": [7]}}, "no_answer"),
         ("litellm", LITELLM, {"startTime": "yesterday"}, "no_time"),
         ("litellm", LITELLM, {"startTime": True}, "no_time"),
+        ("litellm", LITELLM, {"startTime": 9e10}, "no_time"),
+        ("litellm", LITELLM, {"messages": [{"role": "user", "content": [1]}]}, "no_messages"),
+        ("litellm", LITELLM, {"messages": [BAD_PART]}, "no_messages"),
+        ("litellm", LITELLM, {"messages": [{"role": "user", "tool_calls": "a"}]}, "no_messages"),
         ("langfuse", LANGFUSE, {"type": "SPAN"}, "no_chat"),
         ("langfuse", LANGFUSE, {"level": "ERROR"}, "failed"),
         ("langfuse", LANGFUSE, {"input": "a text"}, "no_messages"),

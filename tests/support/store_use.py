@@ -910,10 +910,10 @@ async def _pages(context: AdminContext) -> None:
 async def _get(
     client: httpx.AsyncClient, path: str, parameters: Sequence[Mapping[str, Any]]
 ) -> None:
-    path = path.format(**PATH)
+    path, template = path.format(**PATH), path
     names = [one["name"] for one in parameters if one["in"] == "query"]
-    if "/adapters/" in path and "project" in names:
-        names.remove("project")  # the version is of the default line
+    if "{" in template and "{name}" not in template and "project" in names:
+        names.remove("project")  # the record is of the default line
     page = await _ok(client, path)
     for name in names:
         if name != "cursor":

@@ -764,7 +764,8 @@ async def test_what_is_no_version_is_told_what_is_wanted(api: Api, to: Any) -> N
 
 
 async def test_a_loop_that_fails_is_shown_and_does_not_take_the_admin_api_away(api: Api) -> None:
-    api.loops["tick"] = LoopView(failures=3, error="TypeError: a list")
+    api.loops["tick"] = LoopView()
+    api.loops["tick shop"] = LoopView(failures=3, error="TypeError: a list")
 
     ready = await api.client.get("/readyz")
     status = (await api.get("/status")).json()
@@ -773,8 +774,8 @@ async def test_a_loop_that_fails_is_shown_and_does_not_take_the_admin_api_away(a
     assert (ready.status_code, ready.json()["status"]) == (200, "ready")
     assert ready.json()["loops"] == {"tick": "failed 3 times in a row"}
     (loop,) = [one for one in status["conditions"] if one["code"] == "loop_fails"]
-    assert loop["message"] == "control's loop tick failed 3 times in a row: TypeError: a list"
-    assert 'sidecar_control_loop_failures{loop="tick"} 3.0' in text
+    assert loop["message"] == "control's loop tick shop failed 3 times in a row: TypeError: a list"
+    assert 'sidecar_control_loop_failures{loop="tick shop"} 3.0' in text
 
 
 async def test_an_adapter_that_is_wanted_and_not_loaded_is_counted(world: World, api: Api) -> None:

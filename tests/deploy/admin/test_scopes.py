@@ -93,7 +93,8 @@ async def test_the_server_holds_a_token_to_its_scopes(
         ("POST", "/rollback?project=shop", True),
         ("POST", "/rollback", False),
         ("GET", "/audit?project=shop", False),
-        ("GET", "/exchanges/x?project=shop", False),
+        ("GET", "/exchanges/x?project=shop", True),
+        ("GET", "/exchanges/x", False),
     ],
 )
 async def test_a_token_of_a_project_asks_about_that_alone(

@@ -157,11 +157,17 @@ def test_prompts_are_of_the_span_of_time_and_have_no_words_of_the_candidate(worl
     world.serve("learned-from")
     world.clock.now += 1_000.0
 
+    imported = world.serve("imported", held_out=True)
+    with world.database.write() as session:
+        of_it = ExchangeRow.exchange_id == imported
+        session.execute(update(ExchangeRow).where(of_it).values(started_at=since - 1.0))
+
     found = prompts_of(world, since=since, limit=5)
     assert {one.held_out.exchange_id for one in found} == wanted
     found = prompts_of(world, since=since)
     assert {one.held_out.exchange_id for one in found} == wanted | {its}
-    assert {one.held_out.exchange_id for one in prompts_of(world)} == wanted | {its, old}
+    every = {one.held_out.exchange_id for one in prompts_of(world)}
+    assert every == wanted | {its, old, imported}
     assert len(prompts_of(world, limit=2)) == 2
 
 

@@ -320,3 +320,31 @@ async def test_a_token_of_a_project_reads_nothing_of_the_others(
     assert set(every["engine"]["loaded"]) == {mine, theirs}
     assert (await full.get("/funnel", project="support")).status_code == 200
     assert (await full.get("/progress", project="support")).json()["cost"] is not None
+
+
+async def test_a_token_of_a_project_has_its_canary_and_its_records_alone(
+    shared: World, own: World, make_api: MakeApi
+) -> None:
+    mine, theirs = own.register(1, values=(0.1, 0.2)), shared.register(1, values=(0.3, 0.4))
+    own.ramp(mine)
+    shared.ramp(theirs)
+    said = own.serve("mine", project="support"), shared.serve("theirs")
+    api = make_api("t", scopes="operate+content@support", lines=(DEFAULT, OWN))
+    api.client.headers["authorization"] = "Bearer t"
+    ids = own.canary(mine).canary_id, shared.canary(theirs).canary_id
+
+    async def statuses(method: str, path: str, *names: str) -> list[int]:
+        made = [f"/admin/v1{path.format(name)}?project=support" for name in names]
+        return [(await api.client.request(method, one)).status_code for one in made]
+
+    for path, names in (
+        ("/canaries/{}", ids),
+        ("/canaries/{}/evidence", ids),
+        ("/exchanges/{}", said),
+        ("/sessions/{}", ("mine", "theirs")),
+    ):
+        assert await statuses("GET", path, *names) == [200, 404], path
+    assert await statuses("POST", "/canaries/{}/pause", *ids) == [200, 404]
+    assert (own.canary(mine).paused, shared.canary(theirs).paused) == (True, False)
+    without = await api.client.get(f"/admin/v1/canaries/{ids[0]}")
+    assert without.status_code == 403
