@@ -76,6 +76,12 @@ class LineLoops:
         ]
 
 
+def comparisons_at_once(settings: Settings) -> int:
+    """Return how many prompts are compared at once: the lines share what vLLM has to spare."""
+    answers = 3 * settings.canary.gate_answers
+    return max(1, settings.groups.concurrency // (answers * len(settings.lines)))
+
+
 def make_gate(
     settings: Settings,
     database: Database,
@@ -86,8 +92,6 @@ def make_gate(
 ) -> Gate:
     """Build the gate of a line, which also judges beside the ramp, from the line's settings."""
     rules = settings.canary
-    # The lines share what vLLM has to spare.
-    at_once = settings.groups.concurrency // (3 * rules.gate_answers * len(settings.lines))
     return Gate(
         database=database,
         sampler=sampler,
@@ -95,7 +99,7 @@ def make_gate(
         rules=rules,
         judging=settings.judge_of_gate,
         room=sampler,
-        parallel=max(1, at_once),
+        parallel=comparisons_at_once(settings),
         view=JudgeView(settings.privacy),
         screen=Screen(settings.privacy),
         exam=TaskExam(database, settings, sampler) if settings.tasks_are_examined else None,

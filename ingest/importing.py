@@ -1,4 +1,5 @@
-"""Read the logs of another gateway or tracer as exchanges and feedback. Pure but for `open_rows`.
+"""Read the logs of another gateway or tracer as exchanges and feedback. Pure but for
+`open_rows` and the clock that `_time` reads.
 
 A log says what was asked and answered, and by which session and user. It has no token ids, no
 log-probabilities, and an answer of another model. So an imported exchange is never trained on

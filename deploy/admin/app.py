@@ -22,6 +22,7 @@ from deploy.admin.changes import change_router
 from deploy.admin.context import AdminContext
 from deploy.admin.events import event_router
 from deploy.admin.metrics import StoreCollector, render
+from deploy.admin.models import NO_VLLM
 from deploy.admin.out import Out
 from deploy.admin.reads import read_router
 from deploy.admin.reception import Reception
@@ -139,7 +140,7 @@ def _add_probes(app: FastAPI, context: AdminContext) -> None:
             ReadyOut(
                 status="ready" if ready else "not ready",
                 reason=None if ready else NO_TABLE,
-                engine="no vLLM answers" if context.engine.away else "ok",
+                engine=NO_VLLM if context.engine.away else "ok",
                 loops=loops,
                 conditions=sorted({one.code for one in found if one.state == "act"}),
             )

@@ -411,7 +411,7 @@ class StatusOut(Out):
         A field that neither names stays empty, so a new one is not shown by mistake.
         """
         own = [one for one in self.engine.loaded if project_of(line_of_adapter(one)) in projects]
-        away = self.engine.away and "no vLLM answers"
+        away = self.engine.away and NO_VLLM
         return type(self)(
             **{name: getattr(self, name) for name in _OF_A_LINE},
             lines=[one for one in self.lines if one.project in projects],
@@ -421,6 +421,8 @@ class StatusOut(Out):
         )
 
 
+NO_VLLM: Final = "no vLLM answers"
+"""Why vLLM is away, for callers who may not read its addresses."""
 _OF_A_LINE: Final = (
     "model", "project", "champion", "previous", "routing", "canary", "queued", "pace", "best",
     "better", "learner", "by_hand", "cron_times", "users", "adapters",

@@ -152,6 +152,7 @@ async def _play(
 ) -> tuple[Replay, bool]:
     """Returns: the replay, and whether it was interrupted."""
     from deploy.canary.replay import Replay
+    from deploy.line_loops import comparisons_at_once
     from ingest.judges.build import ProcessJudges
     from ingest.privacy.texts import JudgeView
     from ingest.vllm.watch import gate_engine_of
@@ -159,7 +160,7 @@ async def _play(
     rules, asked = settings.canary, len(drawn)
     judges = ProcessJudges(settings.judge_of_gate, database)
     sampler = gate_engine_of(settings, max_slowdown=settings.groups.max_slowdown)
-    parallel = max(1, settings.groups.concurrency // (3 * rules.gate_answers))  # as the gate
+    parallel = comparisons_at_once(settings)
 
     def progress(done: int) -> None:
         if done // TELL_EVERY > (done - parallel) // TELL_EVERY or done == asked:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from deploy.canary.replay import Replay
 from deploy.cli.replay import FOLDER_NAME, _loaded, _play
 from deploy.errors import InvalidAdapterError
 from deploy.records import trial_of
@@ -72,6 +74,22 @@ async def test_it_slows_users_no_more_than_candidates_may(
         groups={"max_slowdown": 0.125},
         judge={"model": "openai/scripted"},
     )
-    await _play(settings, database, trial_of(MODEL, CHAMPION, BASE, "salt"), [], {})
+    trial = trial_of(MODEL, CHAMPION, BASE, "salt")
+    _, interrupted = await _play(settings, database, trial, [], {})
 
-    assert limits == [0.125]
+    assert (limits, interrupted) == ([0.125], False)
+
+
+async def test_an_interrupted_replay_says_so_and_keeps_what_it_found(
+    database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def cancelled(*_: object) -> None:
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(Replay, "run", cancelled)
+    settings = settings_of(tmp_path, "http://127.0.0.1:9", judge={"model": "openai/scripted"})
+    trial = trial_of(MODEL, CHAMPION, BASE, "salt")
+
+    made, interrupted = await _play(settings, database, trial, [], {})
+
+    assert (made.report(since=0.0).prompts, interrupted) == (0, True)
