@@ -348,10 +348,7 @@ def _scored(row: Object, name: Any, at: float, targets: Sequence[Any]) -> Scored
 
 def _messages(found: Any) -> Sequence[Any]:
     known = isinstance(found, list) and all(
-        isinstance(one, dict)
-        and one.get("role") in _OPENAI_ROLES
-        and _is_content(one.get("content"))
-        and isinstance(one.get("tool_calls"), list | None)
+        isinstance(one, dict) and one.get("role") in _OPENAI_ROLES and _is_message(one)
         for one in found
     )
     if not known or not found:
@@ -359,21 +356,24 @@ def _messages(found: Any) -> Sequence[Any]:
     return found  # type: ignore[no-any-return]
 
 
-def _is_content(found: Any) -> bool:
-    """True for what a chat's message may say: a text, or parts that each have a type."""
-    return isinstance(found, str | None) or (
-        isinstance(found, list)
+def _is_message(one: Object) -> bool:
+    """True when a message says a text, or parts that each have a type, and its calls are a list."""
+    content, calls = one.get("content"), one.get("tool_calls")
+    return (
+        isinstance(content, str | list | None)
+        and isinstance(calls, list | None)
         and all(
             isinstance(part, dict)
             and isinstance(part.get("type"), str)
             and (part["type"] != "text" or isinstance(part.get("text"), str))
-            for part in found
+            for part in (content if isinstance(content, list) else ())
         )
     )
 
 
 def _answer(found: Any) -> Object:
-    if not isinstance(found, dict) or not (found.get("content") or found.get("tool_calls")):
+    says = isinstance(found, dict) and (found.get("content") or found.get("tool_calls"))
+    if not says or not _is_message(found):
         raise LeftOutError("no_answer")
     return {**found, "role": "assistant"}
 
@@ -415,7 +415,7 @@ def _time(value: Any, otherwise: float | None = None) -> float:
     if isinstance(value, str):
         try:
             at = datetime.fromisoformat(value)
-            return (at if at.tzinfo is not None else at.replace(tzinfo=UTC)).timestamp()
+            value = (at if at.tzinfo is not None else at.replace(tzinfo=UTC)).timestamp()
         except (ValueError, OverflowError):
             value = None
     found = _number(value, math.nan if otherwise is None else otherwise)

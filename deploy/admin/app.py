@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import structlog
 from fastapi import Depends, FastAPI, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -33,6 +34,9 @@ from sidecar.processes import installed_version
 from sidecar.store.models import RoutingRow
 from sidecar.visible import counted
 
+log = structlog.get_logger()
+
+NO_STORE = "the store does not answer; control's log says why"
 NO_TABLE = (
     "the store has no routing table yet: the control that acts writes it at its start; look at its "
     "log, and whether store.url and serving.model are those of that control"
@@ -126,7 +130,8 @@ def _add_probes(app: FastAPI, context: AdminContext) -> None:
                 )
                 found = context.conditions(session, context.model, context.clock())
         except StoreError as error:
-            return _readiness(ReadyOut(status="not ready", reason=str(error)))
+            log.warning("store_away", error=str(error))
+            return _readiness(ReadyOut(status="not ready", reason=NO_STORE))
         ready = table is not None
         # Anybody may ask: projects and addresses, which names of loops end with, are left out.
         worst_last = sorted(context.loops().items(), key=lambda one: one[1].failures)

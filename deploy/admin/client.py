@@ -23,11 +23,12 @@ from sidecar.settings.kinds import from_file, is_loopback
 TOKEN_VARIABLE = "SIDECAR_ADMIN_TOKEN"
 TIMEOUT_S = 30.0
 OF_A_LINE = frozenset(
-    {"status", "progress", "funnel", "watch", "learner", "adapters", "aliases", "rollback"}
+    {
+        *("status", "progress", "funnel", "watch", "learner", "adapters", "aliases", "rollback"),
+        *("canaries", "runs", "groups", "task-groups", "exchanges", "sessions"),
+    }
 )
 """Resources that each line of adapters has."""
-LISTED_OF_A_LINE = frozenset({"canaries", "runs", "groups"})
-"""Resources that are listed for each line; one of them is named by an id that all lines share."""
 PROBLEM = "urn:learning-sidecar:problem:"
 """How the type of each error of the admin API begins (`deploy.admin.problems`, which loads
 slowly)."""
@@ -142,8 +143,7 @@ def _token_problem(has_token: bool) -> str:
 
 def is_of_a_line(path: Sequence[str]) -> bool:
     """Return True for the path of a resource that takes `?project=`. path: its parts."""
-    name = path[0].removeprefix("/")
-    return name in OF_A_LINE or (name in LISTED_OF_A_LINE and len(path) == 1)
+    return path[0].removeprefix("/") in OF_A_LINE
 
 
 def _read(reply: httpx.Response) -> Any:  # Any: JSON

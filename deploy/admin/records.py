@@ -208,10 +208,12 @@ def _add_history(router: APIRouter, context: AdminContext) -> None:
 
     @router.get("/exchanges/{exchange_id}")
     def exchange(exchange_id: str, project: OfProject = None) -> ExchangeOut:
-        with database.read() as session, naming(f"exchange {exchange_id}"):
-            found = _exchange(session, exchange_id)
-        _check_line(context, project, found.project, f"exchange {exchange_id}")
-        return found
+        its = select(ExchangeRow.project).where(ExchangeRow.exchange_id == exchange_id)
+        with database.read() as session:
+            if project is not None:
+                _check_line(context, project, session.scalar(its), f"exchange {exchange_id}")
+            with naming(f"exchange {exchange_id}"):
+                return _exchange(session, exchange_id)
 
     @router.get("/audit")
     def audit(limit: Limit = DEFAULT_LIMIT, cursor: Cursor = None) -> Page[AuditOut]:

@@ -312,7 +312,7 @@ def _newest_examined(
     them all. since, until: as of `held_out_prompts`.
     """
     row, read, page = ExchangeRow, 0, PAGE
-    span = [] if since is None else [row.stored_at >= since]
+    span = [] if since is None else [row.stored_at >= since, row.started_at >= since]
     before = [] if until is None else [row.stored_at <= until]
     while read < EXAMINED_AT_MOST:
         rows = session.execute(

@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, Never, get_args
 
 import httpx
 import msgspec
@@ -28,7 +28,8 @@ from ingest.feedback.signals import Signal
 from ingest.feedback.store import save_signals
 from ingest.judge_noise import NoiseState, write_noise_state
 from learner.schedule import loop as schedule
-from sidecar.store.database import compress, count, get_flag, set_flag
+from sidecar.errors import StoreError
+from sidecar.store.database import Database, compress, count, get_flag, set_flag
 from sidecar.store.models import AnswerRow, AuditRow, ExchangeRow, GroupRow, RoutingRow
 from support.finished_run import finished_run
 from support.ingest_kit import make_feedback
@@ -715,6 +716,22 @@ async def test_without_tokens_a_rebound_name_is_refused(make_api: Callable[..., 
     assert_problem(await make_api(host="evil.example").get("/status"), 403, "forbidden")
     assert (await make_api(host="localhost:8081").get("/status")).status_code == 200
     assert (await make_api(host="[::1]:8081").get("/status")).status_code == 200
+
+
+async def test_a_store_that_is_away_is_not_described_to_anybody(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(_: Database) -> Never:
+        raise StoreError("store sqlite:////srv/shop.db: unable to open database file")
+
+    monkeypatch.setattr(Database, "read", away)
+
+    reply = await api.client.get("/readyz")
+
+    assert (reply.status_code, reply.json()) == (
+        503,
+        {"status": "not ready", "reason": "the store does not answer; control's log says why"},
+    )
 
 
 async def test_not_ready_says_why_and_as_it_is_described(world: World, api: Api) -> None:

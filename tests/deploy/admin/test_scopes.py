@@ -14,7 +14,8 @@ from fastapi.routing import APIRoute
 
 from deploy.admin import reception
 from deploy.admin.auth import grant_of
-from deploy.admin.wire import MOST, NEEDED, scopes_of
+from deploy.admin.client import is_of_a_line
+from deploy.admin.wire import MOST, NEEDED, PREFIX, scopes_of
 from sidecar.settings.kinds import AdminScope
 from sidecar.settings.sections import Admin
 from sidecar.store.models import AuditRow
@@ -190,6 +191,22 @@ def test_the_setting_takes_digests_with_and_without_scopes() -> None:
             Admin(tokens=(f"{DIGEST}:{wrong}",))
     with pytest.raises(ValueError, match="digest"):
         Admin(tokens=(f"{DIGEST[1:]}:read",))
+
+
+async def test_the_command_sends_the_project_wherever_one_is_taken(make_api: MakeApi) -> None:
+    api = make_api("t", scopes="read")
+    document = (await api.client.get("/admin/openapi.json")).json()
+    taken = {
+        path.removeprefix(PREFIX)
+        for path, methods in document["paths"].items()
+        for one in methods.values()
+        if any(it["name"] == "project" for it in one.get("parameters", ()))
+    }
+
+    assert {"/canaries/{canary_id}", "/task-groups", "/status"} <= taken
+    for path in taken:
+        first, *rest = path[1:].split("/")
+        assert is_of_a_line((f"/{first}", *rest)), path
 
 
 @pytest.mark.parametrize("method", ["DELETE", "POST"])

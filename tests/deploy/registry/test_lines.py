@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from sqlalchemy import update
 
 from deploy.canary import gate_store
 from deploy.canary.live_turns import LiveTurns, count_ramp
@@ -24,7 +25,7 @@ from sidecar import conditions
 from sidecar.conditions import Condition
 from sidecar.lines import Line, lines_of
 from sidecar.settings import Judge
-from sidecar.store.models import AuditRow, CounterRow
+from sidecar.store.models import AuditRow, CounterRow, ExchangeRow
 from tests.deploy.conftest import MakeApi, World
 
 DEFAULT, OWN = lines_of("m", ["support"])
@@ -346,5 +347,9 @@ async def test_a_token_of_a_project_has_its_canary_and_its_records_alone(
         assert await statuses("GET", path, *names) == [200, 404], path
     assert await statuses("POST", "/canaries/{}/pause", *ids) == [200, 404]
     assert (own.canary(mine).paused, shared.canary(theirs).paused) == (True, False)
+    with shared.database.write() as session:
+        of_theirs = ExchangeRow.exchange_id == said[1]
+        session.execute(update(ExchangeRow).where(of_theirs).values(request_body=b"broken"))
+    assert await statuses("GET", "/exchanges/{}", said[1]) == [404]
     without = await api.client.get(f"/admin/v1/canaries/{ids[0]}")
     assert without.status_code == 403
