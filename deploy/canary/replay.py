@@ -283,7 +283,7 @@ class Replay:
                 if await self._room.is_open():
                     return await self._ask(prompt)
                 why = "users need the capacity of every vLLM"
-            except TRY_LATER as error:
+            except (*TRY_LATER, SamplingError) as error:  # also of `is_open`
                 why = str(error)
             except JudgeUnavailableError as error:
                 failed += 1

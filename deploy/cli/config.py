@@ -118,5 +118,6 @@ def _findings(settings: Settings, *, online: bool, learner: bool) -> Sequence[Fi
 
     if not online:
         return learner_findings(settings) if learner else ()
+    note("asks vLLM, the judge and the verifiers, which may take a minute")
     running = runs_already(settings)
     return asyncio.run(preflight(settings, running=running, learner=learner))

@@ -249,6 +249,8 @@ async def _loaded(settings: Settings, database: Database, folders: Folders) -> A
                 "that it reads their folders"
             ) from error
         finally:
+            before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the report is not shown yet
+            clients.callback(signal.signal, signal.SIGINT, before)
             wanted = await asyncio.to_thread(
                 lambda: (
                     read_desired(

@@ -85,7 +85,7 @@ def resolve(session: Session, model: str, reference: str) -> str:
     row = session.get(AdapterRow, reference)
     if row is None or row.model != model:
         raise UnknownAdapterError(
-            f"no adapter of {model} matches {reference!r}; name a version (12), a full name, "
+            f"no adapter of {model} matches {reference!r}; name a version (v12), a full name, "
             "champion, previous or base"
         )
     return row.name

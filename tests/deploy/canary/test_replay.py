@@ -201,11 +201,12 @@ async def test_it_waits_for_users_and_for_vllm_and_gives_up_in_the_end(world: Wo
     assert (report.prompts, report.difference) == (0, None)
     assert "users need the capacity" in report.stopped
 
-    world.room.open, world.room.error = True, EngineDownError("vLLM is down")
-    loads: list[str] = []
-    report = await played(world, prompts_of(world), loads=loads)
-    assert "vLLM is down" in report.stopped
-    assert loads
+    for error in (EngineDownError("vLLM is down"), SamplingError("/metrics: status 404")):
+        world.room.open, world.room.error = True, error
+        loads: list[str] = []
+        report = await played(world, prompts_of(world), loads=loads)
+        assert str(error) in report.stopped
+        assert loads
 
 
 async def test_it_waits_for_the_judge_and_keeps_the_answers(world: World) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from deploy.canary.replay import Replay
 from deploy.cli.replay import FOLDER_NAME, _loaded, _play
+from deploy.engine.vllm_control import VllmControl
 from deploy.errors import InvalidAdapterError
 from deploy.records import trial_of
 from ingest.vllm import watch
@@ -45,6 +47,25 @@ async def test_both_are_loaded_and_only_what_was_there_stays(
             await load()
             assert set(endpoints.adapters) == {CHAMPION, OLD, OURS}
         assert set(endpoints.adapters) == {CHAMPION}
+
+
+async def test_an_interrupt_while_it_unloads_loses_no_report(
+    database: Database, adapter_folder: MakeFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, digest = adapter_folder(OURS)
+    unload, before = VllmControl.unload, signal.getsignal(signal.SIGINT)
+
+    async def interrupted(self: VllmControl, name: str) -> None:
+        signal.raise_signal(signal.SIGINT)
+        await unload(self, name)
+
+    monkeypatch.setattr(VllmControl, "unload", interrupted)
+    with vllm_in_thread() as (url, endpoints):
+        settings = settings_of(tmp_path, url)
+        async with _loaded(settings, database, {OURS: (str(path), digest)}):
+            assert set(endpoints.adapters) == {OURS}
+        assert endpoints.adapters == {}
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 async def test_a_folder_that_was_changed_is_not_loaded(
