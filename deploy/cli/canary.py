@@ -124,9 +124,7 @@ INTERRUPTED = 130
 def _newest_canary(client: AdminClient) -> str:
     items = client.get("/canaries", limit=NEWEST)["items"]
     if not items:
-        raise UnknownCanaryError(
-            "no adapter has been on canary yet; `sidecar doctor` says what the loop waits for"
-        )
+        raise UnknownCanaryError("no adapter has been on canary yet: see `sidecar doctor`")
     tried = (one for one in items if one.get("state") not in ("queued", "withdrawn"))
     return str(next(tried, items[0])["canary_id"])
 

@@ -16,12 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from deploy.cli.context import (
-    admin_client,
-    open_store,
-    settings_of,
-    show,
-)
+from deploy.cli.context import Project, admin_client, open_store, settings_of, show
 from deploy.cli.files import new_file
 from deploy.cli.output import (
     Output,
@@ -749,12 +744,10 @@ def groups_ls(
     ] = "",
     reason: Annotated[str, typer.Option(help="such as judge_rejected")] = "",
     limit: Annotated[int, typer.Option(min=1, max=200, help="how many, the newest first")] = 50,
-    project: Annotated[
-        str | None, typer.Option(help="of whose line of adapters; default: of all lines")
-    ] = None,
+    project: Project = None,
     output: Output = "text",
 ) -> None:
-    """The newest groups, one line each; `groups show` has one with all that is known of it."""
+    """The newest groups of all lines, one a row; `groups show` has all that is known of one."""
     if status:
         refuse_unknown("--status", status, _statuses())
     wanted: dict[str, str | int] = {"status": status, "reason": reason, "limit": limit}
@@ -763,9 +756,11 @@ def groups_ls(
 
 
 @groups_app.command("show")
-def groups_show(context: typer.Context, group_id: str, output: Output = "text") -> None:
+def groups_show(
+    context: typer.Context, group_id: str, project: Project = None, output: Output = "text"
+) -> None:
     """One group: what was asked, and each answer with its score, explanation and checks."""
-    show(admin_client(context), output, "/groups", group_id)
+    show(admin_client(context, project), output, "/groups", group_id)
 
 
 # `sidecar tasks`: the groups of whole sessions.
@@ -778,20 +773,20 @@ def tasks_ls(
     context: typer.Context,
     status: Annotated[str, typer.Option(help="such as waiting, scored or set_aside")] = "",
     limit: Annotated[int, typer.Option(min=1, max=200, help="how many, the newest first")] = 50,
-    project: Annotated[
-        str | None, typer.Option(help="of whose line of adapters; default: of all lines")
-    ] = None,
+    project: Project = None,
     output: Output = "text",
 ) -> None:
-    """The newest groups of whole sessions, one line each."""
+    """The newest groups of whole sessions of all lines, one a row."""
     given: dict[str, str | int] = {"limit": limit, **({"status": status} if status else {})}
     show(admin_client(context, project), output, "/task-groups", params=given)
 
 
 @tasks_app.command("show")
-def tasks_show(context: typer.Context, group_id: str, output: Output = "text") -> None:
+def tasks_show(
+    context: typer.Context, group_id: str, project: Project = None, output: Output = "text"
+) -> None:
     """One group of whole sessions: each session with its reward, and how many turns it has."""
-    show(admin_client(context), output, "/task-groups", group_id)
+    show(admin_client(context, project), output, "/task-groups", group_id)
 
 
 @groups_app.command("retry")
