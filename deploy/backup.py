@@ -155,6 +155,7 @@ def restore(folder: Path, store: Path, *, now: Callable[[], float] = time.time) 
         store.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         shutil.copyfile(folder / STORE, fresh)
         fresh.chmod(0o600)
+        _number_anew(fresh, int(now()))
         sync(fresh)
         _refuse_open(store)
         for log in _LOGS:  # only a damaged store has some left, see `_refuse_open`
@@ -164,10 +165,21 @@ def restore(folder: Path, store: Path, *, now: Callable[[], float] = time.time) 
             os.link(store, store.with_name(store.name + end))
         fresh.replace(store)  # at no moment is there no store: a process would begin a new one
         sync(store.parent)
-    except OSError as error:
+    except (OSError, sqlite3.Error) as error:
         fresh.unlink(missing_ok=True)
         raise BackupError(f"{store}: not restored: {error}") from error
     return made
+
+
+def _number_anew(store: Path, generation: int) -> None:
+    """Give the routing tables a generation that no proxy has passed (`routing_writer`): one that
+    stayed open beside a store that was removed would not go back to that of the backup."""
+    with closing(sqlite3.connect(store)) as connection, connection:
+        connection.execute(
+            "UPDATE routing_table SET generation = max(generation, :now),"
+            " body = json_set(body, '$.generation', max(generation, :now)) WHERE json_valid(body)",
+            {"now": generation},
+        )
 
 
 def _named_by(store: Path) -> dict[str, str]:

@@ -64,13 +64,7 @@ from ingest.ruler.prompt import hash_of, read_material
 from ingest.ruler.ruler import SEED_BITS, JudgeCall
 from ingest.ruler.waiting import Waiting
 from ingest.store.exchanges import NEW, StoredExchange, load_exchange, set_selection, turns_with
-from ingest.store.groups import (
-    keep_scores,
-    load_group,
-    mark_sampled,
-    mark_scored,
-    save_group,
-)
+from ingest.store.groups import keep_scores, load_group, mark_sampled, mark_scored, save_group
 from ingest.store.listing import patiently
 from ingest.store.sessions import count_by_session
 from sidecar.errors import StoreError

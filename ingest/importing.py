@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import mmap
 import re
 import time
 from codecs import BOM_UTF8
@@ -26,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -107,19 +107,29 @@ class Scored:
     comment: str = ""
 
 
-# Rows of a file, without having them all in memory.
+# Rows of a file, of which the longest line is in memory.
+
+_TOKEN: Final = re.compile(
+    rb'"data"\s*:\s*\[|"[^"\\\n]*+(?:\\.[^"\\\n]*+)*+"?|[\[\]{}]|[^\s,:\[\]{}"]++'
+)
+"""A bracket, a text, which ends with its line at the latest, or another word of JSON."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One JSON object of a file, which stays mapped while it is used."""
+    """One JSON object of a file, by the bytes where it is."""
 
-    data: memoryview | msgspec.Raw
+    path: Path
+    begin: int
+    end: int
 
     def read(self) -> Object:
-        """Raises: LeftOutError."""
+        """Raises: LeftOutError; OSError."""
+        with self.path.open("rb") as file:
+            file.seek(self.begin)
+            data = file.read(self.end - self.begin)
         try:
-            found = msgspec.json.decode(self.data)
+            found = msgspec.json.decode(data)
         except (msgspec.MsgspecError, ValueError, RecursionError):
             raise LeftOutError("not_json") from None
         if not isinstance(found, dict):
@@ -127,44 +137,51 @@ class Row:
         return found
 
 
-class _Page(msgspec.Struct):
-    data: list[msgspec.Raw]
-
-
 def open_rows(path: Path) -> Iterator[Row]:
-    """Yield the rows of a file: one JSON object a line, an array of objects, or `{"data": [...]}`.
+    """Yield the rows of a file: JSON objects, one a line, in arrays, or in the `data` of an API's
+    replies. What is no object is yielded too, outside of arrays once a line; `Row.read` refuses it.
 
-    Raises: OSError, also when it is no plain file; LeftOutError when it begins as an array and is
-        none.
+    An object that is cut off ends where a line begins another one. Raises: OSError, also when it is
+    no plain file.
     """
     if not path.is_file():
         raise OSError(f"{path} is no plain file; unpack it into one")
     with path.open("rb") as file:
-        if path.stat().st_size == 0:
-            return
-        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    begin = len(BOM_UTF8) if data[:3] == BOM_UTF8 else 0
-    view = memoryview(data)[begin:]
-    array = data[begin : begin + 256].lstrip()[:1] == b"["
-    reply = data[begin : begin + 64].replace(b" ", b"").lstrip()[:9] == b'{"data":['  # of an API
-    if array or reply:
-        try:
-            rows = (
-                msgspec.json.decode(view, type=list[msgspec.Raw])
-                if array
-                else msgspec.json.decode(view, type=_Page).data
-            )
-        except (msgspec.MsgspecError, RecursionError):
-            raise LeftOutError("not_json") from None
-        yield from map(Row, rows)
-        return
-    start = begin
-    while start < len(data):
-        end = data.find(b"\n", start)
-        end = len(data) if end < 0 else end
-        if data[start:end].strip():
-            yield Row(view[start - begin : end - begin])
-        start = end + 1
+        for begin, end in _spans(file):
+            yield Row(path, begin, end)
+
+
+def _spans(lines: Iterable[bytes]) -> Iterator[tuple[int, int]]:
+    at = begin = depth = arrays = 0
+    alone = in_page = behind_page = False
+    for line in lines:
+        if depth and line[:1] == b"{" and not alone:
+            yield begin, at
+            depth, behind_page = 0, False
+        odd, last = False, len(line.rstrip())
+        for token in _TOKEN.finditer(line):
+            word, here = token[0], at + token.start()
+            if depth == 0:
+                if word == b"{" or (word == b"]" and in_page):
+                    begin, depth, behind_page = here, 1, word == b"]"
+                    in_page = in_page and not behind_page
+                    alone = token.end() == last
+                elif word in (b"[", b"]"):
+                    arrays += 1 if word == b"[" else -1
+                elif word not in (b"}", BOM_UTF8) and (in_page or arrays > 0 or not odd):
+                    odd = True
+                    yield here, at + token.end()
+            elif depth == 1 and word[-1:] == b"[" and len(word) > 1:
+                depth, in_page = 0, True
+            elif word[-1:] in (b"[", b"{"):
+                depth += 1
+            elif word in (b"]", b"}"):
+                depth -= 1
+                if depth == 0 and not behind_page:
+                    yield begin, at + token.end()
+        at += len(line)
+    if depth or in_page or arrays > 0:  # the end of the file is missing
+        yield begin, at
 
 
 # The three logs.
@@ -342,7 +359,7 @@ def _scored(row: Object, name: Any, at: float, targets: Sequence[Any]) -> Scored
         name=name,
         value=number,
         targets=tuple(one for one in targets if isinstance(one, str) and one),
-        comment=_text(row.get("comment"))[: LONGEST["comment"]],
+        comment=_text(row.get("comment")).replace("\0", "")[: LONGEST["comment"]],
     )
 
 
@@ -598,7 +615,7 @@ class Import:
         Raises: OSError.
         """
         found: list[tuple[bool, float, Row]] = []
-        for row in self._rows(paths):
+        for row in chain.from_iterable(map(open_rows, paths)):
             try:
                 one = self._read(row)
             except LeftOutError as error:
@@ -613,13 +630,6 @@ class Import:
             found.append((isinstance(one, Scored), one.at, row))
         found.sort(key=lambda one: one[:2])
         return [row for *_, row in found]
-
-    def _rows(self, paths: Iterable[Path]) -> Iterator[Row]:
-        for path in paths:
-            try:
-                yield from open_rows(path)
-            except LeftOutError as error:
-                self.left_out[str(error)] += 1
 
     def _read(self, row: Row) -> Logged | Scored:
         with _any_row():

@@ -11,15 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from benchmarks.ingest.cells import (
-    BUSES,
-    ROOT,
-    STORES,
-    Consumer,
-    Json,
-    KafkaSink,
-    migrated,
-)
+from benchmarks.ingest.cells import BUSES, ROOT, STORES, Consumer, Json, KafkaSink, migrated
 from benchmarks.ingest.servers import NoServerError, Servers
 from benchmarks.ingest.traffic import exchanges
 

@@ -37,15 +37,7 @@ from benchmarks.relay.scan import (
     scan_us_per_mb,
 )
 from benchmarks.relay.scenarios import BY_NAME, MODEL, SCENARIOS, Scenario
-from benchmarks.relay.stage import (
-    ROOT,
-    Cores,
-    Running,
-    contender,
-    on_stage,
-    pick_cores,
-    upstream,
-)
+from benchmarks.relay.stage import ROOT, Cores, Running, contender, on_stage, pick_cores, upstream
 from benchmarks.relay.summary import COLUMNS, DIRECT, OFF, ON, Samples, rows, targets
 from benchmarks.relay.unavailable import UnavailableError
 from demo.ports import free_port

@@ -37,13 +37,7 @@ from sidecar.lines import Line, project_of
 from sidecar.records import BASE
 from sidecar.settings import Judge as JudgeSettings
 from sidecar.store.database import Database
-from sidecar.store.models import (
-    AdapterRow,
-    AliasRow,
-    CanaryRow,
-    GroupRow,
-    RunRow,
-)
+from sidecar.store.models import AdapterRow, AliasRow, CanaryRow, GroupRow, RunRow
 
 
 class StoreCollector(Collector):

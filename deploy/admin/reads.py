@@ -52,12 +52,7 @@ from deploy.admin.paging import (
     refuse_unknown,
 )
 from deploy.admin.records import adapter_in, adapter_out, naming, page_of, read_learner, shown
-from deploy.funnel import (
-    exchanges_by_selection,
-    groups_by_reason,
-    groups_by_status,
-    read_funnel,
-)
+from deploy.funnel import exchanges_by_selection, groups_by_reason, groups_by_status, read_funnel
 from deploy.outside.telling import read_states
 from deploy.records import Canary
 from deploy.registry import (
@@ -85,12 +80,7 @@ from sidecar.errors import SettingsError
 from sidecar.records import BASE
 from sidecar.settings import Learner
 from sidecar.store.database import get_flag
-from sidecar.store.models import (
-    AdapterRow,
-    CanaryRow,
-    GateComparisonRow,
-    RunRow,
-)
+from sidecar.store.models import AdapterRow, CanaryRow, GateComparisonRow, RunRow
 
 
 def budgets(session: Session, context: AdminContext, now: float) -> list[BudgetOut]:

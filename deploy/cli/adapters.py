@@ -21,13 +21,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from deploy.cli.context import (
-    Project,
-    admin_client,
-    open_store,
-    settings_of,
-    show,
-)
+from deploy.cli.context import Project, admin_client, open_store, settings_of, show
 from deploy.cli.output import (
     GivenReason,
     Output,

@@ -22,27 +22,13 @@ from deploy.cli.adapters import adapters_app
 from deploy.cli.canary import canary_app
 from deploy.cli.config import config_app
 from deploy.cli.content import exchanges_app, forget, groups_app, judge_sessions, tasks_app
-from deploy.cli.context import (
-    Project,
-    admin_client,
-    open_store,
-    settings_of,
-    show,
-)
+from deploy.cli.context import Project, admin_client, open_store, settings_of, show
 from deploy.cli.doctor import doctor
 from deploy.cli.hooks import hooks_app
 from deploy.cli.judge import judge_app
 from deploy.cli.keys import keys_app
 from deploy.cli.learner import learner_app, runs_app
-from deploy.cli.output import (
-    CutReason,
-    Output,
-    completed_by,
-    note,
-    print_found,
-    say,
-    say_either,
-)
+from deploy.cli.output import CutReason, Output, completed_by, note, print_found, say, say_either
 from deploy.cli.rehearsals import rehearsals_app
 from deploy.cli.replay import replay
 from deploy.cli.store import audit_app, store_app

@@ -8,7 +8,7 @@ import math
 import sys
 import time
 import warnings
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -275,41 +275,45 @@ def _score_range(text: str) -> tuple[str, tuple[float, float]]:
 def _renderer(
     settings: Settings,
 ) -> Iterator[Callable[[dict[str, Any]], tuple[Sequence[int], int] | None]]:
-    """Yield a function that asks the first vLLM for the token ids of a chat request's prompt, and
-    how many more it takes; it returns None for a request that vLLM refuses, and raises OSError when
-    no vLLM answers."""
+    """Yield a function that asks a vLLM for the token ids of a chat request's prompt, and how many
+    more it takes; it returns None for a request that vLLM refuses, and raises OSError when no vLLM
+    answers."""
     import httpx
 
     from sidecar.upstreams import Upstreams
 
     key = settings.serving.api_key
     headers = {} if key is None else {"authorization": f"Bearer {key.get_secret_value()}"}
-    url = (*Upstreams(settings.serving.upstreams).now(), "")[0]
-    with httpx.Client(base_url=url, headers=headers, timeout=RENDER_S) as client:
+    urls = deque(Upstreams(settings.serving.upstreams).now())
+    with httpx.Client(headers=headers, timeout=RENDER_S) as client:
 
         def ask(request: dict[str, Any]) -> httpx.Response:
             asked = {name: request[name] for name in RENDERED if name in request}
-            return client.post("/tokenize", json={"model": settings.serving.model, **asked})
+            body = {"model": settings.serving.model, **asked}
+            return client.post(f"{urls[0]}/tokenize", json=body)
 
         def render(request: dict[str, Any]) -> tuple[Sequence[int], int] | None:
-            try:
-                reply = ask(request)
-                if reply.status_code in (400, 413, 422):
+            why = "serving.upstreams has no vLLM now"
+            for _ in range(len(urls)):
+                try:
+                    reply = ask(request)
+                    if reply.status_code in (400, 413, 422):
+                        return None
+                    found = reply.raise_for_status().json()
+                    room = found["max_model_len"] - found["count"]
+                    return (tuple(found["tokens"]), room) if room > 0 else None
+                except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+                    status = isinstance(error, httpx.HTTPStatusError) and error.response.status_code
+                    why = (
+                        f"vLLM at {urls[0]} renders no prompt (POST /tokenize: "
+                        f"{status or repr(error)}); a router before it must pass that path on"
+                    )
+                try:  # is it the prompt, or vLLM?
+                    ask({"messages": [{"role": "user", "content": "hi"}]}).raise_for_status()
                     return None
-                found = reply.raise_for_status().json()
-                room = found["max_model_len"] - found["count"]
-                return (tuple(found["tokens"]), room) if room > 0 else None
-            except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
-                status = isinstance(error, httpx.HTTPStatusError) and error.response.status_code
-                why = (
-                    f"vLLM at {url} renders no prompt (POST /tokenize: {status or repr(error)}); "
-                    "a router before it must pass that path on"
-                )
-            try:  # is it the prompt, or vLLM?
-                ask({"messages": [{"role": "user", "content": "hi"}]}).raise_for_status()
-            except httpx.HTTPError:
-                raise OSError(why) from None
-            return None
+                except httpx.HTTPError:
+                    urls.rotate(-1)
+            raise OSError(why)
 
         yield render
 

@@ -9,14 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from deploy.cli.context import admin_client, settings_of
-from deploy.cli.output import (
-    Output,
-    group,
-    note,
-    say,
-    say_either,
-    say_json,
-)
+from deploy.cli.output import Output, group, note, say, say_either, say_json
 from deploy.text import shown_time
 from sidecar.visible import counted
 

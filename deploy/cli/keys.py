@@ -12,10 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from deploy.cli.context import (
-    open_store,
-    settings_of,
-)
+from deploy.cli.context import open_store, settings_of
 from deploy.cli.output import (
     GivenReason,
     Output,

@@ -12,12 +12,7 @@ from typing import Annotated
 
 import typer
 
-from deploy.cli.context import (
-    admin_client,
-    open_store,
-    settings_of,
-    show,
-)
+from deploy.cli.context import admin_client, open_store, settings_of, show
 from deploy.cli.files import alone, replace_file
 from deploy.cli.output import Output, group, note, print_found, require_store, say
 from sidecar.store.keyring import KEY_BYTES, read_keys

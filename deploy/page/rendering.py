@@ -25,15 +25,7 @@ from deploy.admin.auth import TooLargeError, TooSlowError
 from deploy.admin.client import is_of_a_line
 from deploy.admin.wire import UnreadableError, check_text
 from deploy.errors import DeployError
-from deploy.page.text import (
-    clock,
-    differences,
-    iso,
-    length,
-    number,
-    share,
-    short_length,
-)
+from deploy.page.text import clock, differences, iso, length, number, share, short_length
 from deploy.records import LOADS, comes_next, short
 from deploy.registry import audit
 from deploy.text import capital, percent

@@ -12,15 +12,7 @@ from sqlalchemy.orm import Session
 
 from deploy.errors import TransitionError
 from deploy.registry import audit
-from deploy.registry.flags import (
-    ON,
-    RUN_REQUESTED,
-    Switches,
-    add_audit,
-    count_up,
-    read,
-    set_paused,
-)
+from deploy.registry.flags import ON, RUN_REQUESTED, Switches, add_audit, count_up, read, set_paused
 from ingest.reward_watch.store import Override, ask, read_override, write_override
 from sidecar.lines import PAUSED, flag_of, learner_of
 from sidecar.settings import Watch

@@ -23,14 +23,7 @@ import structlog
 from sqlalchemy.exc import StatementError
 from sqlalchemy.orm import Session
 
-from ingest.feedback.deriving import (
-    Arrived,
-    Derived,
-    Placed,
-    derive,
-    join_waiting,
-    save_feedback,
-)
+from ingest.feedback.deriving import Arrived, Derived, Placed, derive, join_waiting, save_feedback
 from ingest.feedback.signals import tool_error
 from ingest.feedback.store import save_derived, withdraw_abandonments
 from ingest.intake.bus import BusReader, Envelope

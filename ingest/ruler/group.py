@@ -22,10 +22,7 @@ from ingest.errors import (
 from ingest.privacy.texts import JudgeView, NotRedactedError
 from ingest.records import Answer, Group, Rewarded, ScoredGroup
 from ingest.ruler.judge import Judge, replies_kept_for
-from ingest.ruler.prompt import (
-    UnreadableGroupError,
-    read_material,
-)
+from ingest.ruler.prompt import UnreadableGroupError, read_material
 from ingest.ruler.ruler import JudgeCall, Judgement, merge_identical, score_answers
 from ingest.verifiers.rewarding import Rewarding, combine
 from sidecar.settings import Judge as JudgeSettings

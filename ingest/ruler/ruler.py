@@ -18,18 +18,12 @@ from typing import Any, TypeVar
 
 from opentelemetry import trace
 
-from ingest.errors import (
-    JudgeReplyError,
-)
+from ingest.errors import JudgeReplyError
 from ingest.judge_prompt import appearance, shown_answer
 from ingest.privacy.texts import JudgeView, View, default_view
 from ingest.records import Disagreement, ShownPass
 from ingest.ruler.judge import Judge, JudgePanel, JudgeReply, context_tokens_of
-from ingest.ruler.prompt import (
-    RulerPrompt,
-    build_prompt,
-    parse_reply,
-)
+from ingest.ruler.prompt import RulerPrompt, build_prompt, parse_reply
 from sidecar.hiding import beginning, hide_in_text
 from sidecar.visible import visible
 

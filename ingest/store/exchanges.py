@@ -10,17 +10,7 @@ from hashlib import sha256
 from typing import Any, Final
 
 import structlog
-from sqlalchemy import (
-    ColumnElement,
-    Select,
-    TextClause,
-    and_,
-    func,
-    insert,
-    select,
-    text,
-    update,
-)
+from sqlalchemy import ColumnElement, Select, TextClause, and_, func, insert, select, text, update
 from sqlalchemy.orm import Session, defer
 
 from ingest.errors import UnreadableExchangesError

@@ -26,13 +26,7 @@ from ingest.store.exchanges import (
 from ingest.store.groups import CLAIMED
 from ingest.trajectories.recorded import STEP_COLUMNS, main_line, step_of
 from sidecar.store.codec import ID_BYTES
-from sidecar.store.models import (
-    AnswerRow,
-    ExchangeRow,
-    GroupRow,
-    TaskGroupRow,
-    TaskMemberRow,
-)
+from sidecar.store.models import AnswerRow, ExchangeRow, GroupRow, TaskGroupRow, TaskMemberRow
 
 TRAINED = "trained"
 

@@ -50,12 +50,7 @@ from sidecar.routing.table import decode_table
 from sidecar.settings import Settings
 from sidecar.settings.learning import Rehearsals
 from sidecar.store.database import DAMAGE, Database, get_flag
-from sidecar.store.models import (
-    ExchangeRow,
-    FeedbackRow,
-    RehearsalRow,
-    RoutingRow,
-)
+from sidecar.store.models import ExchangeRow, FeedbackRow, RehearsalRow, RoutingRow
 
 # Which task is played next. Pure.
 

@@ -31,13 +31,7 @@ from ingest.verifiers.hook import HttpChecker, prove_all
 from ingest.verifiers.records import OF_THE_ANSWER, Checked, Failure, Finding, Result, Verified
 from ingest.verifiers.state import FindingCache, VerifierSeen, content_digest, write_verifiers
 from sidecar.errors import StoreError
-from sidecar.settings import (
-    EntryPointVerifier,
-    HttpVerifier,
-    Reward,
-    Settings,
-    VerifierSection,
-)
+from sidecar.settings import EntryPointVerifier, HttpVerifier, Reward, Settings, VerifierSection
 from sidecar.store.database import Database, count
 from sidecar.store.models import ExchangeRow
 

@@ -21,12 +21,7 @@ from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
 from learner.adapter_folder import folder_digest
-from learner.errors import (
-    AlteredParentError,
-    ParentError,
-    RunInProgressError,
-    RunStoppedError,
-)
+from learner.errors import AlteredParentError, ParentError, RunInProgressError, RunStoppedError
 from learner.grpo.chance import MOST_RUNS
 from learner.records import Fault, Parent
 from learner.resume import CLAIMED, Death, Holder, WorkFolder, how_released, is_gone, why_not_again

@@ -24,12 +24,7 @@ from ingest.store.exchanges import stored_tokens
 from ingest.store.groups import CLAIMED, SCORED, load_scored_group
 from ingest.tasks.keys import PREFIX
 from ingest.tasks.material import TaskGroup, TooLongError, load_task_group
-from learner.errors import (
-    DeviceError,
-    FaultyGroupsError,
-    IncompleteAdapterError,
-    RunStoppedError,
-)
+from learner.errors import DeviceError, FaultyGroupsError, IncompleteAdapterError, RunStoppedError
 from learner.records import CheckedAnswers, Fault, Parent
 from learner.runs.selection import IN_TASK_GROUP, runs_between
 from sidecar.lines import Line

@@ -21,12 +21,7 @@ import structlog
 from opentelemetry import trace
 
 from ingest.grouping.selection import UNTOLD_TOKENS
-from learner.errors import (
-    AlteredParentError,
-    NothingToLearnError,
-    NotResumedError,
-    RunStoppedError,
-)
+from learner.errors import AlteredParentError, NothingToLearnError, NotResumedError, RunStoppedError
 from learner.explain import explain
 from learner.patience import when_unlocked
 from learner.progress.export import Observed
@@ -45,14 +40,7 @@ from learner.runs import source
 from learner.runs.interrupted import begin_again, check_hold, keeping_steps, leave, sweep, take_back
 from learner.runs.lineage import write_documents
 from learner.runs.material import Material, claim, gather, gather_again, leave_out, prints
-from learner.runs.publish import (
-    Sealed,
-    find_published,
-    place_or_share,
-    register,
-    seal,
-    when_free,
-)
+from learner.runs.publish import Sealed, find_published, place_or_share, register, seal, when_free
 from learner.runs.runs import (
     HEARTBEAT_S,
     Heartbeat,

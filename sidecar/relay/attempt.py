@@ -14,13 +14,7 @@ from time import perf_counter
 from typing import Final
 
 from sidecar.access.admission import Keep
-from sidecar.access.denials import (
-    AUTHORIZATION,
-    OWN_KEY_ID,
-    OWN_PROJECT,
-    OWN_USER,
-    X_API_KEY,
-)
+from sidecar.access.denials import AUTHORIZATION, OWN_KEY_ID, OWN_PROJECT, OWN_USER, X_API_KEY
 from sidecar.errors import OutOfFilesError, UpstreamError
 from sidecar.relay.best_of import BestOf, BestOfConnection
 from sidecar.relay.context import RelayContext, SentHead

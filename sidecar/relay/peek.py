@@ -17,16 +17,7 @@ from xxhash import xxh3_128_digest
 
 from sidecar.errors import UNREADABLE_JSON, BadRequestError
 from sidecar.records import Surface, Value
-from sidecar.relay.fields import (
-    ITEMS,
-    LOOSE,
-    PARTS,
-    TYPED,
-    LooseFields,
-    Message,
-    Part,
-    TypedFields,
-)
+from sidecar.relay.fields import ITEMS, LOOSE, PARTS, TYPED, LooseFields, Message, Part, TypedFields
 from sidecar.relay.refusals import Refusal, invalid_json, not_an_object, unreadable_body
 from sidecar.routing.assignment import ModelName
 from sidecar.routing.opening import mark, opening

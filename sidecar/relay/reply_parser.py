@@ -14,13 +14,7 @@ from typing import Final
 import httptools
 from mypy_extensions import mypyc_attr
 
-from sidecar.relay.heads import (
-    CONNECTION_HEADERS,
-    OWN_PREFIX,
-    HeadMemory,
-    ReplyHeaders,
-    drop_named,
-)
+from sidecar.relay.heads import CONNECTION_HEADERS, OWN_PREFIX, HeadMemory, ReplyHeaders, drop_named
 
 NO_BODY_STATUSES: Final = frozenset({204, 304})
 MAX_HEAD_BYTES: Final = 256 * 1024

@@ -230,7 +230,6 @@ class FollowedTable:
         except (ValueError, TypeError) as error:  # bytes or a number, where a disk damaged the row
             self.fail("unreadable", str(error))
             return
-        self._recover()
         self._take(found)
 
     def fail(self, reason: str, why: str) -> None:
@@ -241,9 +240,17 @@ class FollowedTable:
         self._failing = reason
 
     def _take(self, found: RoutingTable) -> None:
+        """Another table of the same generation is taken too: the store's last word, after a damaged
+        number that cannot grow."""
         if found.model != self.table.model:
             self.fail("other_model", found.model)
-        elif not self._seen or self._is_newer(found):
+            return
+        if self._seen and found.generation < self.table.generation:
+            why = f"it has generation {found.generation}, this proxy {self.table.generation}: a "
+            self.fail("older", why + "store of before; restart this proxy")
+            return
+        self._recover()
+        if not self._seen or found != self.table:
             self._seen = True
             self.table = found
             self._generation.set(found.generation)
@@ -256,14 +263,6 @@ class FollowedTable:
                 canary=found.canary,
                 canary_weight_bp=found.canary_weight_bp,
             )
-
-    def _is_newer(self, found: RoutingTable) -> bool:
-        """Another table of the same generation is newer too: the store's last word, after a
-        damaged number that cannot grow."""
-        now = self.table
-        return found.generation > now.generation or (
-            found.generation == now.generation and found != now
-        )
 
     def _recover(self) -> None:
         if self._failing is not None:

@@ -1,8 +1,6 @@
 """Every setting of every process: kinds <- sections <- checks, shown <- load."""
 
-from sidecar.settings.explain import (
-    shown_settings as shown_settings,
-)
+from sidecar.settings.explain import shown_settings as shown_settings
 from sidecar.settings.judge import (
     DEFAULT_RUBRIC as DEFAULT_RUBRIC,
     EntryPointVerifier as EntryPointVerifier,
@@ -59,7 +57,4 @@ from sidecar.settings.store import (
     Store as Store,
     open_keyring as open_keyring,
 )
-from sidecar.settings.training import (
-    Advanced as Advanced,
-    Learner as Learner,
-)
+from sidecar.settings.training import Advanced as Advanced, Learner as Learner

@@ -14,10 +14,7 @@ from benchmarks.canary import limits
 from benchmarks.canary.play import compared, play
 from benchmarks.canary.rivals import asymptotic_half_width
 from benchmarks.canary.run import allowed
-from benchmarks.canary.traffic import (
-    World,
-    differences,
-)
+from benchmarks.canary.traffic import World, differences
 from deploy.evidence.live import InOrder, Live, Turn
 from deploy.registry.proof_rule import GUARD_LEVEL
 from sidecar.settings import Canary as CanarySettings

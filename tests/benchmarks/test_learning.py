@@ -8,13 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.learning.instructions import instructions
-from benchmarks.learning.play import (
-    Exam,
-    Kind,
-    Played,
-    measured_noise,
-    scored_group,
-)
+from benchmarks.learning.play import Exam, Kind, Played, measured_noise, scored_group
 from benchmarks.learning.run import _targets, gains, interval_over_runs, row, row_of_all
 from benchmarks.learning.tasks import Prompt, support
 from benchmarks.learning.tools import json_schema, worth

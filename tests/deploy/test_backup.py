@@ -57,6 +57,9 @@ def test_what_was_lost_and_altered_comes_back(world: World, store: Path, tmp_pat
     restore(kept, store, now=lambda: 7.0)
 
     assert champion(store) == before
+    with closing(sqlite3.connect(store)) as connection:
+        query = "SELECT generation, json_extract(body, '$.generation') FROM routing_table"
+        assert connection.execute(query).fetchall() == [(7, 7)]  # an open proxy takes it
     assert [folder_digest(first), folder_digest(second)] == digests
     assert len(folders(store)) == 2
     assert len(folders(store.with_name(f"{store.name}.before-7"))) == 3

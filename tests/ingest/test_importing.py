@@ -302,23 +302,50 @@ def rows_of(tmp_path: Path, *rows: Mapping[str, Any]) -> list[Path]:
     return [path]
 
 
+PAGE, DEEP = '{"data": [%s], "meta": {"data": [1]}}', "[" * 100_000 + "]" * 100_000
+
+
 @pytest.mark.parametrize(
     ("text", "found", "reason"),
     [
-        ('{"data": [%s], "meta": {"page": 1}}', 1, {}),
-        ("\ufeff%s", 1, {}),
-        ('[%s, {"id":', 0, {"not_json": 1}),
-        ('{"data": [%s, ', 0, {"not_json": 1}),
+        (PAGE, 1, {}),
+        (f"{PAGE}\n{PAGE}", 2, {}),
+        ('{"meta": {"page": 1}, "data": [%s, %s]}', 2, {}),
+        (json.dumps({"data": [LITELLM, LITELLM], "meta": {}}, indent=2), 2, {}),
+        (json.dumps([LITELLM, LITELLM], indent=0), 2, {}),
+        ("\ufeff%s\n\ufeff%s", 2, {}),
+        (" " * 300 + "[%s]", 1, {}),
+        ('[]\n["log began"]\n%s', 1, {"not_an_object": 1}),
+        ('[%s, {"id": "\\ud800"}, %s]', 2, {"not_json": 1}),
+        ('[%s, {"id": NaN}, {"id": "\t"}, %s]', 2, {"not_json": 2}),
+        (f'[%s, {{"id": {DEEP}}}, %s]', 2, {"not_json": 1}),
+        ("[%s, %s] and more", 2, {"not_json": 1}),
+        pytest.param('"\\' * 2_000_000 + "\n%s", 1, {"not_json": 1}, id="takes-linear-time"),
+        ('{"id": "cut\n%s\n{"id": [\n%s', 2, {"not_json": 2}),
+        ('%s\n{"id": "cut', 1, {"not_json": 1}),
+        ('[%s, {"id":', 1, {"not_json": 1}),
+        ("[%s, ", 1, {"not_json": 1}),
+        ('{"data": [%s, ', 1, {"not_json": 1}),
     ],
-    ids=["page-of-an-api", "byte-order-mark", "cut-array", "cut-page"],
 )
-def test_files_are_read(tmp_path: Path, text: str, found: int, reason: Mapping[str, int]) -> None:
+def test_a_bad_row_costs_itself_in_each_form_of_a_file(
+    tmp_path: Path, text: str, found: int, reason: Mapping[str, int]
+) -> None:
     path = tmp_path / "log.json"
-    path.write_text(text % json.dumps(LITELLM), encoding="utf-8")
+    path.write_text(text.replace("%s", json.dumps(LITELLM)), encoding="utf-8")
     work = new_import()
 
     assert len(work.read([path])) == found
     assert work.left_out == reason
+
+
+def test_a_file_that_is_emptied_meanwhile_costs_its_rows(tmp_path: Path) -> None:
+    work, paths = new_import(), rows_of(tmp_path, LITELLM, LITELLM)
+    rows = work.read(paths)
+    paths[0].write_bytes(b"")
+
+    assert [work.record(one) for one in rows] == [None, None]
+    assert work.left_out == {"not_json": 2}
 
 
 def test_a_pipe_is_no_file(tmp_path: Path) -> None:

@@ -10,14 +10,7 @@ from typing import Any
 import pytest
 from sqlalchemy import update
 
-from deploy.canary.replay import (
-    GIVE_UP_AFTER,
-    Prompt,
-    Replay,
-    Report,
-    draw,
-    lines_of,
-)
+from deploy.canary.replay import GIVE_UP_AFTER, Prompt, Replay, Report, draw, lines_of
 from deploy.errors import EngineError, InvalidAdapterError
 from deploy.records import trial_of
 from ingest.errors import (

@@ -133,6 +133,17 @@ def test_without_a_vllm_nothing_is_imported(tmp_path: Path, run: Run, vllm: Rend
     assert on_bus(tmp_path) == []
 
 
+def test_another_vllm_is_asked_where_the_first_is_away(
+    tmp_path: Path, run: Run, vllm: Renderer, config: Path
+) -> None:
+    url = vllm.server.url.removesuffix("/v1")
+    config.write_text(config.read_text().replace(f'"{url}"', f'"http://127.0.0.1:9", "{url}"'))
+
+    code, out, _ = run("langfuse", log_of(tmp_path, ROW, {**ROW, "id": "obs-2"}))
+
+    assert (code, out.split(": ")[1]) == (0, "2 exchanges, 0 scores\n")
+
+
 def test_a_bus_that_nothing_reads_is_not_filled_up(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,12 +28,7 @@ from deploy.registry import aliases as history, canaries, proof_rule, routing_wr
 from sidecar.records import BASE
 from sidecar.settings import Canary as CanarySettings
 from sidecar.store.database import Database
-from sidecar.store.models import (
-    AdapterRow,
-    AuditRow,
-    BreakerTripRow,
-    CounterRow,
-)
+from sidecar.store.models import AdapterRow, AuditRow, BreakerTripRow, CounterRow
 from support.adapter_endpoints import MODEL, AdapterEndpoints, vllm_in_thread
 from support.killed_control import Point, Start, start
 from tests.deploy.conftest import World

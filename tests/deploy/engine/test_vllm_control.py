@@ -8,13 +8,7 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from deploy.engine.vllm_control import (
-    PROBE_PROMPTS,
-    AdapterControl,
-    Room,
-    VllmControl,
-    read_room,
-)
+from deploy.engine.vllm_control import PROBE_PROMPTS, AdapterControl, Room, VllmControl, read_room
 from deploy.errors import EngineError, InvalidAdapterError
 from support.adapter_endpoints import MODEL, AdapterEndpoints
 from support.fake_control import FakeControl

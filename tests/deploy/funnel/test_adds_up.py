@@ -38,12 +38,7 @@ from sidecar.metrics.proxy import Metrics
 from sidecar.records import Assignment, RawCapture, Timings
 from sidecar.relay.context import Accounts
 from sidecar.store.database import Database
-from sidecar.store.models import (
-    AnswerRow,
-    DeadLetterRow,
-    ExchangeRow,
-    GroupRow,
-)
+from sidecar.store.models import AnswerRow, DeadLetterRow, ExchangeRow, GroupRow
 from sidecar.store.tables import add_counts
 from support.ingest_kit import Kit
 from support.migrated_store import open_migrated

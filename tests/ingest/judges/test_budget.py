@@ -10,11 +10,7 @@ from typing import Any
 import pytest
 import structlog
 
-from ingest.errors import (
-    JudgeRejectedError,
-    JudgeSpentError,
-    JudgeUnavailableError,
-)
+from ingest.errors import JudgeRejectedError, JudgeSpentError, JudgeUnavailableError
 from ingest.judge_watch import read_judge_state, why_sampling_holds
 from ingest.judges.spending import Ledger, Meter, litellm_price, read_spending
 from ingest.ruler.judge import Judge, JudgeReply, Usage

@@ -10,12 +10,7 @@ from typing import Any
 import pytest
 import structlog
 
-from ingest.errors import (
-    JudgeBusyError,
-    JudgeRejectedError,
-    JudgeSpentError,
-    JudgeUnavailableError,
-)
+from ingest.errors import JudgeBusyError, JudgeRejectedError, JudgeSpentError, JudgeUnavailableError
 from ingest.judge_watch import read_judge_state
 from ingest.judges.provider import Panel, Patience
 from ingest.judges.spending import ASKED

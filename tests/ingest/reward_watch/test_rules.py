@@ -34,12 +34,7 @@ from ingest.reward_watch.rules import (
     wilson,
     z_of,
 )
-from ingest.reward_watch.traits import (
-    KINDS,
-    MeanOf,
-    Profile,
-    RateOf,
-)
+from ingest.reward_watch.traits import KINDS, MeanOf, Profile, RateOf
 from sidecar.visible import counted
 from support.watch_traffic import USUAL, Behaviour, simulate, simulate_rate
 

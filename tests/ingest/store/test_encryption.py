@@ -29,12 +29,7 @@ from ingest.ruler.judge import JudgeReply
 from ingest.ruler.ruler import JudgeCall
 from ingest.store import rotation
 from ingest.store.exchanges import dead_letter, load_exchange, save_exchange, stored_tokens
-from ingest.store.groups import (
-    load_scored_group,
-    mark_sampled,
-    mark_scored,
-    save_group,
-)
+from ingest.store.groups import load_scored_group, mark_sampled, mark_scored, save_group
 from ingest.store.rotation import rotate
 from sidecar.records import Exchange
 from sidecar.store import traces

@@ -11,13 +11,7 @@ from sqlalchemy.orm import Session
 from deploy.forgetting import Target, mark_digests
 from ingest.intake.choose import choose_backlog
 from ingest.retention.deletion import Deleted, delete_exchanges
-from sidecar.store.models import (
-    ExchangeRow,
-    GroupDigestRow,
-    JudgeCallRow,
-    RunRow,
-    TaskGroupRow,
-)
+from sidecar.store.models import ExchangeRow, GroupDigestRow, JudgeCallRow, RunRow, TaskGroupRow
 from support.ingest_kit import Kit
 from support.task_kit import TaskKit
 

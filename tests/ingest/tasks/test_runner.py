@@ -9,13 +9,7 @@ import httpx
 import pytest
 
 from ingest import Trajectory, serve_runner
-from ingest.tasks.runner import (
-    RunnerError,
-    RunnerModel,
-    Scenario,
-    read_answer,
-    runner_app,
-)
+from ingest.tasks.runner import RunnerError, RunnerModel, Scenario, read_answer, runner_app
 
 ASK = {
     "task_id": "ex_1",

@@ -9,12 +9,7 @@ from typing import Any
 
 import pytest
 
-from ingest.errors import (
-    EngineBusyError,
-    EngineDownError,
-    RequestRefusedError,
-    SamplingError,
-)
+from ingest.errors import EngineBusyError, EngineDownError, RequestRefusedError, SamplingError
 from ingest.vllm.load import EngineLoad
 from ingest.vllm.sampler import PRIORITY, SampledAnswer, SampleRequest, VllmSampler
 from support.fake_vllm import FakeVllm, SeenRequest, Step, load_metrics, whole_reply

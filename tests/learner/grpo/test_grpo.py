@@ -15,13 +15,7 @@ from learner.grpo.chance import deal
 from learner.grpo.trainer import accelerator, run_steps
 from learner.policy.adapter_io import ADAPTER, load_policy
 from learner.policy.logprobs import Policy
-from learner.records import (
-    Parent,
-    Phase,
-    Stage,
-    StepMetrics,
-    TrainingGroup,
-)
+from learner.records import Parent, Phase, Stage, StepMetrics, TrainingGroup
 from sidecar.settings import Learner
 from tests.learner.conftest import job_of, logprobs_of, make_group, make_row, on_policy as sampled
 

@@ -18,10 +18,7 @@ from sqlalchemy import select
 
 from ingest.intake.choose import count_pending
 from ingest.records import Answer
-from learner.errors import (
-    DriftError,
-    OutOfMemoryError,
-)
+from learner.errors import DriftError, OutOfMemoryError
 from learner.grpo.trainer import GrpoTrainer
 from learner.policy.adapter_io import load_policy
 from learner.policy.logprobs import Policy

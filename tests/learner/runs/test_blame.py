@@ -9,12 +9,7 @@ import pytest
 from sqlalchemy import select
 
 from ingest.intake.choose import count_pending
-from learner.errors import (
-    DeviceError,
-    NothingToLearnError,
-    OutOfMemoryError,
-    ParentError,
-)
+from learner.errors import DeviceError, NothingToLearnError, OutOfMemoryError, ParentError
 from learner.records import TrainingJob
 from learner.runs.runs import LEASE_S, open_run, report_place
 from learner.runs.source import FAILED_RUNS, claim

@@ -17,11 +17,7 @@ from learner.schedule.loop import REQUESTED_FLAG, Schedule
 from learner.schedule.rule import HELD_S
 from sidecar.settings import Settings
 from sidecar.store.database import Database, set_flag
-from sidecar.store.models import (
-    AdapterProfileRow,
-    GroupRow,
-    RunRow,
-)
+from sidecar.store.models import AdapterProfileRow, GroupRow, RunRow
 from support.clock import Clock
 from tests.learner.conftest import (
     FakeTrainer,

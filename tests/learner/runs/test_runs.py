@@ -16,14 +16,7 @@ from structlog.testing import capture_logs
 from learner.errors import RunInProgressError, RunStoppedError
 from learner.resume import present_holder
 from learner.runs import source
-from learner.runs.runs import (
-    LEASE_S,
-    Heartbeat,
-    abandon,
-    end_run,
-    open_run,
-    report_place,
-)
+from learner.runs.runs import LEASE_S, Heartbeat, abandon, end_run, open_run, report_place
 from learner.runs.selection import select_groups
 from learner.runs.source import (
     claim,

@@ -29,12 +29,7 @@ from learner.runs.runs import abandon
 from sidecar.errors import StoreError
 from sidecar.settings import Settings
 from sidecar.store.database import Database
-from sidecar.store.models import (
-    AdapterRow,
-    GroupRow,
-    JudgeNoiseDayRow,
-    RunRow,
-)
+from sidecar.store.models import AdapterRow, GroupRow, JudgeNoiseDayRow, RunRow
 from support.clock import Clock
 from tests.learner.conftest import (
     FakeTrainer,

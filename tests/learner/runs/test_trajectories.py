@@ -18,11 +18,7 @@ from learner.grpo.optimizer import unweighted
 from learner.grpo.trainer import run_steps
 from learner.policy.logprobs import Policy
 from learner.policy.packing import pack_group
-from learner.records import (
-    CheckedAnswers,
-    Fault,
-    TrainingGroup,
-)
+from learner.records import CheckedAnswers, Fault, TrainingGroup
 from learner.runs.selection import alike, task_group
 from sidecar.settings import Learner
 from tests.learner.conftest import job_of, logprobs_of, make_group, make_row

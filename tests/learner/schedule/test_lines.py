@@ -14,12 +14,7 @@ from learner.resume import present_holder
 from learner.runs.material import claim
 from learner.runs.runs import find_parent, open_run, take_over
 from learner.runs.source import count_fresh, waiting_groups
-from learner.schedule.loop import (
-    PAUSED_FLAG,
-    REQUESTED_FLAG,
-    InTurn,
-    Schedule,
-)
+from learner.schedule.loop import PAUSED_FLAG, REQUESTED_FLAG, InTurn, Schedule
 from sidecar.conditions import read
 from sidecar.lines import flag_of
 from sidecar.settings import Settings

@@ -16,14 +16,7 @@ from learner.progress.watch import Missing, write_missing
 from learner.resume import CLAIMED, WorkFolder
 from learner.runs.runs import open_run
 from learner.schedule import loop as schedule_module
-from learner.schedule.loop import (
-    DUE_FLAG,
-    PAUSED_FLAG,
-    REQUESTED_FLAG,
-    TRIES,
-    Schedule,
-    Worker,
-)
+from learner.schedule.loop import DUE_FLAG, PAUSED_FLAG, REQUESTED_FLAG, TRIES, Schedule, Worker
 from sidecar.conditions import read, read_all
 from sidecar.settings import Settings
 from sidecar.store.database import Database, count, set_flag

@@ -130,6 +130,7 @@ def test_a_first_table_of_generation_0_is_taken(source: RoutingSource, store: St
         ("CAST(x'7bff80c3' AS TEXT)", "unreadable"),
         ("x'7b226d6f64656c223a22ff227d'", "unreadable"),
         ("""'{"model":"other","generation":9}'""", "other_model"),
+        ("""'{"model":"m","champion":"m--v1","generation":0}'""", "older"),
     ],
 )
 def test_a_damaged_row_changes_nothing_and_is_counted(

@@ -10,14 +10,7 @@ import pytest
 from sidecar.errors import SettingsError
 from sidecar.settings import Store, load_settings, open_keyring
 from sidecar.store.codec import HEAD_BYTES, compress, decoded_bytes, decoded_ids, pack_ids
-from sidecar.store.keyring import (
-    NO_KEYS,
-    Keyring,
-    MissingKeyError,
-    is_sealed,
-    place_in,
-    read_keys,
-)
+from sidecar.store.keyring import NO_KEYS, Keyring, MissingKeyError, is_sealed, place_in, read_keys
 
 OLD, NEW = {"old": b"o" * 32}, {"new": b"n" * 32}
 PLACE = place_in("exchange", "request_body", "e1")
