@@ -22,6 +22,7 @@ from demo.stack import MODEL, MODEL_FOLDER
 from ingest.judge_noise import MeasuredNoise
 from ingest.records import Answer, Group, ScoredGroup
 from ingest.vllm.sampler import SampledAnswer
+from learner.adapter_folder import folder_digest
 from learner.records import Parent, TrainingJob
 from learner.runs.selection import Noise, select_groups
 from sidecar.settings import Learner
@@ -37,6 +38,9 @@ SQUEEZED: Final = (0.45, 0.1)
 PASSES: Final = 2
 """As `judge.passes`: a random reward is the mean over two."""
 JUDGE: Final = ("benchmark", "none", PASSES)
+BASE: Final = Parent(name="base")
+OLDEST: Final = 3
+"""Versions behind the champion of the oldest groups that `play_ages` learns from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +75,8 @@ class Played:
     """What one run did."""
 
     task: str
-    kind: Kind
+    kind: str
+    """A `Kind`, or `fresh-N` or `old-N` of `play_ages`."""
     seed: int
     before: Exam
     after: Exam
@@ -111,16 +116,54 @@ def play(task: Task, kinds: Sequence[Kind], seed: int, plan: Plan, folder: Path)
     return played
 
 
+def play_ages(task: Task, seed: int, plan: Plan, folder: Path) -> list[Played]:
+    """Play what groups are worth whose adapter is one to `OLDEST` versions behind the champion.
+
+    Each version learns from an equal part of the night's prompts, by its parent's own answers
+    (`fresh-N`). From the same parent another one learns from the answers that the base gave to the
+    same prompts (`old-N`), which are N versions old. folder, errors: as of `play`.
+    """
+    prompts = drawn(task.train, plan.groups, seed)
+    part, parent, played = plan.groups // (OLDEST + 1), BASE, list[Played]()
+    with vllm(folder) as url:
+        before = _exam(url, task, "base", plan)
+        for age in range(OLDEST + 1):
+            asked = prompts[age * part : (age + 1) * part]
+            for kind, adapter in (("old", "base"), ("fresh", parent.name)):
+                if kind == "old" and not age:
+                    continue
+                answers = sample(
+                    url, asked, adapter=adapter, answers=plan.size, max_tokens=task.max_tokens
+                )
+                pairs = enumerate(zip(asked, answers, strict=True))
+                scored = [
+                    scored_group(prompt, found, "real", f"{seed}/{age}/{at}", adapter)
+                    for at, (prompt, found) in pairs
+                ]
+                made = folder / f"{kind}-{age}"
+                made.mkdir()
+                played.append(
+                    _run(url, task, made.name, seed, plan, scored, None, before, made, parent)
+                )
+            if not played[-1].steps:
+                break
+            before, name = played[-1].after, f"{MODEL}--{made.name}"
+            parent = Parent(name=name, version=age + 1, digest=folder_digest(made), path=made)
+            serve(url, name, made)
+    return played
+
+
 def _run(
     url: str,
     task: Task,
-    kind: Kind,
+    kind: str,
     seed: int,
     plan: Plan,
     scored: Sequence[ScoredGroup],
     noise: Noise | None,
     before: Exam,
     folder: Path,
+    parent: Parent = BASE,
 ) -> Played:
     from learner.grpo.trainer import GrpoTrainer
 
@@ -136,7 +179,7 @@ def _run(
         outcome = GrpoTrainer().train(
             TrainingJob(
                 base_model_path=str(MODEL_FOLDER),
-                parent=Parent(name="base"),
+                parent=parent,
                 groups=chosen.groups,
                 settings=plan.learner,
                 folder=folder,
@@ -189,14 +232,14 @@ def _exam(url: str, task: Task, adapter: str, plan: Plan) -> Exam:
 
 
 def scored_group(
-    prompt: Prompt, answers: Sequence[SampledAnswer], kind: Kind, key: str
+    prompt: Prompt, answers: Sequence[SampledAnswer], kind: Kind, key: str, adapter: str = "base"
 ) -> ScoredGroup:
     """Return the answers to a prompt as a group that a judge of this kind has scored."""
     group = Group(
         group_id=key,
         exchange_id=key,
         session_key=key,
-        adapter="base",
+        adapter=adapter,
         request=json.dumps(prompt.chat).encode(),
         prompt_token_ids=answers[0].prompt_token_ids,
         answers=tuple(

@@ -19,7 +19,7 @@ from typing import Final
 
 from benchmarks import results
 from benchmarks.learning.instructions import instructions
-from benchmarks.learning.play import Kind, Plan, Played, play
+from benchmarks.learning.play import OLDEST, Kind, Plan, Played, play, play_ages
 from benchmarks.learning.played import kept, write
 from benchmarks.learning.tasks import Task, support
 from benchmarks.learning.tools import NoDataError, tools
@@ -43,6 +43,7 @@ LEAST_GAIN: Final = 0.001
 NULL_UPDATE: Final = 0.2
 """The update of a null run is at most this share of a real run's."""
 KINDS: Final[tuple[Kind, ...]] = ("few", "real", "noisy", "squeezed", "null")
+AGES: Final = tuple(f"{kind}-{age}" for age in range(1, OLDEST + 1) for kind in ("fresh", "old"))
 EACH_SEED: Final = ("few", "real")
 """The other kinds run with the first seed alone."""
 
@@ -59,6 +60,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--exam-answers", type=int, default=6, help="to each prompt of the exam")
     parser.add_argument("--per-step", type=int, help="learner.groups_per_step; else its default")
     parser.add_argument("--rate", type=float, help="learner.learning_rate; else its default")
+    parser.add_argument("--ages", action="store_true", help="what old groups are worth, in place")
     parser.add_argument("--out", type=Path, default=results.FOLDER, help="where the JSON goes")
     parser.add_argument(
         "--resume",
@@ -70,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
     sizes = {
         name: value
         for name, value in sorted(vars(options).items())
-        if name not in ("task", "out", "resume", "seeds")
+        if name not in ("task", "out", "resume", "seeds", "ages")
     }
     machine["options"] = sizes | {"seeds": options.seeds}
     given = {"groups_per_step": options.per_step, "learning_rate": options.rate}
@@ -92,14 +94,18 @@ def main(argv: Sequence[str]) -> int:
             missing[name] = str(error)
             continue
         for seed in range(1, options.seeds + 1):
-            folder = WORK / f"{name}-{seed}"
+            folder = WORK / f"{name}-{'ages-' * options.ages}{seed}"
             night = kept(folder, sizes) if options.resume else None
             if night is None:
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir(parents=True)
                 wanted = options.kind or KINDS
                 kinds = [kind for kind in wanted if seed == 1 or kind in EACH_SEED]
-                night = play(task, kinds, seed, plan, folder)
+                night = (
+                    play_ages(task, seed, plan, folder)
+                    if options.ages
+                    else play(task, kinds, seed, plan, folder)
+                )
                 write(night, folder, sizes)
             played += night
             for one in night:
@@ -107,13 +113,15 @@ def main(argv: Sequence[str]) -> int:
     rows = [row(one) for one in played]
     columns = list(rows[0]) if rows else []
     for name in options.task or TASKS:
-        for kind in EACH_SEED:
+        for kind in AGES if options.ages else EACH_SEED:
             if len(runs := _of(played, name, kind)) > 1:
                 rows.append(row_of_all(runs))
     print(results.table(rows, columns))
-    targets = [one for name in options.task or TASKS for one in _targets(name, played, missing)]
+    judged = _targets_of_ages if options.ages else _targets
+    targets = [one for name in options.task or TASKS for one in judged(name, played, missing)]
     print(f"\n{results.targets_table(targets)}")
-    print(results.write("learning", rows, targets, machine=machine, folder=options.out))
+    what = "learning-ages" if options.ages else "learning"
+    print(results.write(what, rows, targets, machine=machine, folder=options.out))
     return results.exit_code(targets)
 
 
@@ -241,7 +249,28 @@ def _targets(name: str, played: Sequence[Played], missing: dict[str, str]) -> li
     ]
 
 
-def _of(played: Sequence[Played], task: str, kind: Kind) -> list[Played]:
+def _targets_of_ages(
+    name: str, played: Sequence[Played], missing: dict[str, str]
+) -> list[results.Target]:
+    """Groups that `learner.max_age_versions` allows teach something; older ones are shown."""
+    targets = []
+    for age in range(1, OLDEST + 1):
+        fresh, old = (_of(played, name, f"{kind}-{age}") for kind in ("fresh", "old"))
+        why = f"fresh: {_over_seeds(fresh)}; old: {_over_seeds(old)}"
+        mean = fmean(fmean(gains(one)) for one in old) if old else None
+        allowed = age <= Learner().max_age_versions
+        targets.append(
+            results.at_least(
+                f"{name}: gain by groups {age} versions old, mean of the seeds",
+                mean,
+                LEAST_GAIN if allowed else -1.0,
+                why if old else missing.get(name, "it was not run"),
+            )
+        )
+    return targets
+
+
+def _of(played: Sequence[Played], task: str, kind: str) -> list[Played]:
     return [one for one in played if (one.task, one.kind) == (task, kind)]
 
 

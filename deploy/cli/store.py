@@ -158,8 +158,7 @@ def store_backup(context: typer.Context, folder: Folder, output: Output = "text"
 @store_app.command("restore")
 def store_restore(context: typer.Context, folder: Folder, output: Output = "text") -> None:
     """Put a backup in the place of the store, and its adapters where they were. Stop everything
-    before, proxies of other hosts too: a running one keeps the newer routing table. What was there
-    is kept beside it."""
+    before. What was there is kept beside it."""
     from deploy.backup import restore, store_file
     from deploy.supervise import LOCKED
     from sidecar.processes import only_one

@@ -3,17 +3,38 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.learning import play as night
 from benchmarks.learning.instructions import instructions
-from benchmarks.learning.play import Exam, Kind, Played, measured_noise, scored_group
-from benchmarks.learning.run import _targets, gains, interval_over_runs, row, row_of_all
+from benchmarks.learning.play import (
+    MODEL,
+    Exam,
+    Kind,
+    Plan,
+    Played,
+    measured_noise,
+    play_ages,
+    scored_group,
+)
+from benchmarks.learning.run import (
+    _targets,
+    _targets_of_ages,
+    gains,
+    interval_over_runs,
+    row,
+    row_of_all,
+)
 from benchmarks.learning.tasks import Prompt, support
 from benchmarks.learning.tools import json_schema, worth
 from ingest.vllm.sampler import SampledAnswer
 from learner.runs.selection import select_groups
+from sidecar.settings import Learner
 
 FUNCTION = json_schema(
     {
@@ -133,3 +154,44 @@ def test_random_rewards_are_left_out_by_their_noise_and_noisy_ones_are_not(
     chosen = select_groups(scored, pack_tokens=2048, noise=noise)
 
     assert least <= len(chosen.groups) <= most
+
+
+def test_old_groups_are_learned_from_beside_fresh_ones_of_the_same_parent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampled: list[tuple[int, str]] = []
+    made: list[tuple[str, str, str, int]] = []
+
+    def sample(_: str, prompts: Sequence[Prompt], *, adapter: str, **__: Any) -> list[Any]:
+        sampled.append((len(prompts), adapter))
+        return [ANSWERS] * len(prompts)
+
+    def learn(_: str, task: Any, kind: str, seed: int, *rest: Any) -> Played:
+        _, scored, _, before, _, parent = rest
+        made.append((kind, parent.name, scored[0].group.adapter, parent.version))
+        return run(before, exam(*(one + 0.25 for one in before.rewards)), kind=kind, task="t")
+
+    monkeypatch.setattr(night, "vllm", lambda folder: nullcontext("url"))
+    monkeypatch.setattr(night, "sample", sample)
+    monkeypatch.setattr(night, "_run", learn)
+    monkeypatch.setattr(night, "_exam", lambda *_: exam(0.0, 0.5))
+    monkeypatch.setattr(night, "serve", lambda *_: None)
+    monkeypatch.setattr(night, "folder_digest", lambda _: "")
+    plan = Plan(groups=8, few=2, size=8, exam_answers=1, learner=Learner())
+
+    found = play_ages(support(), 1, plan, tmp_path)
+
+    first, second, third = (f"{MODEL}--fresh-{version}" for version in range(3))
+    assert made == [
+        ("fresh-0", "base", "base", 0),
+        ("old-1", first, "base", 1),
+        ("fresh-1", first, first, 1),
+        ("old-2", second, "base", 2),
+        ("fresh-2", second, second, 2),
+        ("old-3", third, "base", 3),
+        ("fresh-3", third, third, 3),
+    ]
+    assert sampled == [(2, adapter) for _, _, adapter, _ in made]
+    assert [one.before.rewards[0] for one in found] == [0.0, 0.25, 0.25, 0.5, 0.5, 0.75, 0.75]
+    assert [one.holds for one in _targets_of_ages("t", found, {})] == [True] * 3
+    assert [one.holds for one in _targets_of_ages("t", [], {})] == [False] * 3
