@@ -13,7 +13,6 @@ import pytest
 from benchmarks.learning import play as night
 from benchmarks.learning.instructions import instructions
 from benchmarks.learning.play import (
-    MODEL,
     Exam,
     Kind,
     Plan,
@@ -32,6 +31,7 @@ from benchmarks.learning.run import (
 )
 from benchmarks.learning.tasks import Prompt, support
 from benchmarks.learning.tools import json_schema, worth
+from demo.stack import MODEL
 from ingest.vllm.sampler import SampledAnswer
 from learner.runs.selection import select_groups
 from sidecar.settings import Learner
