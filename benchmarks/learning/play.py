@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from statistics import fmean
 from typing import Any, Final, Literal
 
 from benchmarks.learning.engine import sample, serve, unload, vllm
+from benchmarks.learning.played import Kept
 from benchmarks.learning.tasks import Message, Prompt, Task
 from demo.stack import MODEL, MODEL_FOLDER
 from ingest.judge_noise import MeasuredNoise
@@ -70,6 +72,14 @@ class Exam:
     """Mean length of an answer."""
 
 
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What the runs of a night have in common."""
+
+    before: Exam
+    answers: list[list[SampledAnswer]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Played:
     """What one run did."""
@@ -91,66 +101,81 @@ class Played:
     """Selection and training."""
 
 
-def play(task: Task, kinds: Sequence[Kind], seed: int, plan: Plan, folder: Path) -> list[Played]:
-    """Play one night. folder: empty; gets the adapters and the engine's log.
+def play(task: Task, kinds: Sequence[Kind], seed: int, plan: Plan, kept: Kept) -> list[Played]:
+    """Play one night, or what is not kept of it. Its folder gets the adapters and vLLM's log.
 
     Raises: RuntimeError when vLLM does not come up, SamplingError, LearnerError.
     """
-    prompts = drawn(task.train, plan.groups, seed)
-    played = list[Played]()
-    with vllm(folder) as url:
-        before = _exam(url, task, "base", plan)
-        answers = sample(
-            url, prompts, adapter="base", answers=plan.size, max_tokens=task.max_tokens
-        )
-        for kind in kinds:
-            made = folder / kind
-            made.mkdir()
-            scored = [
-                scored_group(prompt, found, kind, f"{seed}/{at}")
-                for at, (prompt, found) in enumerate(zip(prompts, answers, strict=True))
-            ]
-            noise = measured_noise(prompts, answers, kind, seed)
-            used = scored[: plan.few] if kind == "few" else scored
-            played.append(_run(url, task, kind, seed, plan, used, noise, before, made))
-    return played
+    found = {kind: one for kind in kinds if (one := kept.get(kind, Played)) is not None}
+    if len(found) < len(kinds):
+        prompts = drawn(task.train, plan.groups, seed)
+        with vllm(kept.folder) as url:
+            night = kept.get("sampled", Sampled) or kept.put(
+                "sampled",
+                Sampled(_exam(url, task, "base", plan), _sampled(url, task, prompts, "base", plan)),
+            )
+            for kind in kinds:
+                if kind not in found:
+                    scored = _scored(prompts, night.answers, kind, str(seed), "base")
+                    noise = measured_noise(prompts, night.answers, kind, seed)
+                    used = scored[: plan.few] if kind == "few" else scored
+                    found[kind] = kept.put(
+                        kind,
+                        _run(url, task, kind, seed, plan, used, noise, night.before, kept.folder),
+                    )
+    return [found[kind] for kind in kinds]
 
 
-def play_ages(task: Task, seed: int, plan: Plan, folder: Path) -> list[Played]:
+def play_ages(task: Task, seed: int, plan: Plan, kept: Kept) -> list[Played]:
     """Play what groups are worth whose adapter is one to `OLDEST` versions behind the champion.
 
     Each version learns from an equal part of the night's prompts, by its parent's own answers
     (`fresh-N`). From the same parent another one learns from the answers that the base gave to the
-    same prompts (`old-N`), which are N versions old. folder, errors: as of `play`.
+    same prompts (`old-N`), which are N versions old. kept, errors: as of `play`.
     """
     prompts = drawn(task.train, plan.groups, seed)
     part, parent, played = plan.groups // (OLDEST + 1), BASE, list[Played]()
-    with vllm(folder) as url:
-        before = _exam(url, task, "base", plan)
+    with vllm(kept.folder) as url:
+        before = kept.get("before", Exam) or kept.put("before", _exam(url, task, "base", plan))
         for age in range(OLDEST + 1):
             asked = prompts[age * part : (age + 1) * part]
             for kind, adapter in (("old", "base"), ("fresh", parent.name)):
                 if kind == "old" and not age:
                     continue
-                answers = sample(
-                    url, asked, adapter=adapter, answers=plan.size, max_tokens=task.max_tokens
-                )
-                pairs = enumerate(zip(asked, answers, strict=True))
-                scored = [
-                    scored_group(prompt, found, "real", f"{seed}/{age}/{at}", adapter)
-                    for at, (prompt, found) in pairs
-                ]
-                made = folder / f"{kind}-{age}"
-                made.mkdir()
-                played.append(
-                    _run(url, task, made.name, seed, plan, scored, None, before, made, parent)
-                )
+                name = f"{kind}-{age}"
+                one = kept.get(name, Played)
+                if one is None:
+                    answers = _sampled(url, task, asked, adapter, plan)
+                    scored = _scored(asked, answers, "real", f"{seed}/{age}", adapter)
+                    made = _run(
+                        url, task, name, seed, plan, scored, None, before, kept.folder, parent
+                    )
+                    one = kept.put(name, made)
+                played.append(one)
             if not played[-1].steps:
                 break
-            before, name = played[-1].after, f"{MODEL}--{made.name}"
-            parent = Parent(name=name, version=age + 1, digest=folder_digest(made), path=made)
-            serve(url, name, made)
+            before, folder = played[-1].after, kept.folder / name
+            digest, version = folder_digest(folder), age + 1
+            parent = Parent(name=f"{MODEL}--{name}", version=version, digest=digest, path=folder)
+            serve(url, parent.name, folder)
     return played
+
+
+def _sampled(
+    url: str, task: Task, prompts: Sequence[Prompt], adapter: str, plan: Plan
+) -> list[list[SampledAnswer]]:
+    return sample(url, prompts, adapter=adapter, answers=plan.size, max_tokens=task.max_tokens)
+
+
+def _scored(
+    prompts: Sequence[Prompt],
+    answers: Sequence[Sequence[SampledAnswer]],
+    kind: Kind,
+    key: str,
+    adapter: str,
+) -> list[ScoredGroup]:
+    pairs = enumerate(zip(prompts, answers, strict=True))
+    return [scored_group(one, said, kind, f"{key}/{at}", adapter) for at, (one, said) in pairs]
 
 
 def _run(
@@ -162,12 +187,14 @@ def _run(
     scored: Sequence[ScoredGroup],
     noise: Noise | None,
     before: Exam,
-    folder: Path,
+    night: Path,
     parent: Parent = BASE,
 ) -> Played:
     from learner.grpo.trainer import GrpoTrainer
 
-    began = time.monotonic()
+    began, folder = time.monotonic(), night / kind
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
     chosen = select_groups(
         scored,
         pack_tokens=plan.learner.pack_tokens,

@@ -1,33 +1,39 @@
-"""What the runs of a finished night did, kept in its folder: a broken-off call goes on from it."""
+"""What a night has made so far, kept in its folder: a broken-off call goes on from it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
-from benchmarks.learning.play import Played
-
-FILE = "played.json"
-
-
-def write(played: Sequence[Played], folder: Path, options: Mapping[str, object]) -> None:
-    """Write `<folder>/played.json`, whole or not at all."""
-    made = folder / f"{FILE}.new"
-    made.write_text(
-        json.dumps({"options": dict(options), "played": [asdict(one) for one in played]})
-    )
-    made.replace(folder / FILE)
+Value = TypeVar("Value")
+OPTIONS = "options.json"
 
 
-def kept(folder: Path, options: Mapping[str, object]) -> list[Played] | None:
-    """Return the runs that a folder holds. None: it holds none of these options."""
-    if not (folder / FILE).exists():
-        return None
-    found = json.loads((folder / FILE).read_text())
-    if found["options"] != dict(options):
-        return None
-    return msgspec.convert(found["played"], list[Played])
+class Kept:
+    """Values by name, each in a file of its own."""
+
+    def __init__(self, folder: Path, options: Mapping[str, object], *, resume: bool) -> None:
+        """folder: emptied, unless `resume` and it holds a night of the same options."""
+        self.folder = folder
+        said = json.dumps(dict(options))
+        told = folder / OPTIONS
+        if not resume or not told.exists() or told.read_text() != said:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            told.write_text(said)
+
+    def get(self, name: str, kind: type[Value]) -> Value | None:
+        path = self.folder / f"{name}.json"
+        return msgspec.json.decode(path.read_bytes(), type=kind) if path.exists() else None
+
+    def put(self, name: str, value: Value) -> Value:
+        """Write a value, whole or not at all. Returns: it."""
+        made = self.folder / f"{name}.new"
+        made.write_bytes(msgspec.json.encode(value))
+        made.replace(self.folder / f"{name}.json")
+        return value

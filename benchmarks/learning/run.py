@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import math
 import random
-import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Final
 from benchmarks import results
 from benchmarks.learning.instructions import instructions
 from benchmarks.learning.play import OLDEST, Kind, Plan, Played, play, play_ages
-from benchmarks.learning.played import kept, write
+from benchmarks.learning.played import Kept
 from benchmarks.learning.tasks import Task, support
 from benchmarks.learning.tools import NoDataError, tools
 from ingest.reward_watch.rules import t_of
@@ -65,14 +64,14 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="keep the nights of the same options that a broken-off call finished, same code",
+        help="keep the runs of the same options that a broken-off call finished, same code",
     )
     options = parser.parse_args(argv)
     machine = results.machine()
     sizes = {
         name: value
         for name, value in sorted(vars(options).items())
-        if name not in ("task", "out", "resume", "seeds", "ages")
+        if name not in ("task", "kind", "out", "resume", "seeds", "ages")
     }
     machine["options"] = sizes | {"seeds": options.seeds}
     given = {"groups_per_step": options.per_step, "learning_rate": options.rate}
@@ -95,18 +94,14 @@ def main(argv: Sequence[str]) -> int:
             continue
         for seed in range(1, options.seeds + 1):
             folder = WORK / f"{name}-{'ages-' * options.ages}{seed}"
-            night = kept(folder, sizes) if options.resume else None
-            if night is None:
-                shutil.rmtree(folder, ignore_errors=True)
-                folder.mkdir(parents=True)
-                wanted = options.kind or KINDS
-                kinds = [kind for kind in wanted if seed == 1 or kind in EACH_SEED]
-                night = (
-                    play_ages(task, seed, plan, folder)
-                    if options.ages
-                    else play(task, kinds, seed, plan, folder)
-                )
-                write(night, folder, sizes)
+            kept = Kept(folder, sizes, resume=options.resume)
+            wanted = options.kind or KINDS
+            kinds = [kind for kind in wanted if seed == 1 or kind in EACH_SEED]
+            night = (
+                play_ages(task, seed, plan, kept)
+                if options.ages
+                else play(task, kinds, seed, plan, kept)
+            )
             played += night
             for one in night:
                 print(f"  {row(one)}", file=sys.stderr, flush=True)

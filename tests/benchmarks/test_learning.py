@@ -21,6 +21,7 @@ from benchmarks.learning.play import (
     play_ages,
     scored_group,
 )
+from benchmarks.learning.played import Kept
 from benchmarks.learning.run import (
     _targets,
     _targets_of_ages,
@@ -179,7 +180,9 @@ def test_old_groups_are_learned_from_beside_fresh_ones_of_the_same_parent(
     monkeypatch.setattr(night, "folder_digest", lambda _: "")
     plan = Plan(groups=8, few=2, size=8, exam_answers=1, learner=Learner())
 
-    found = play_ages(support(), 1, plan, tmp_path)
+    kept = Kept(tmp_path / "night", {}, resume=True)
+    found = play_ages(support(), 1, plan, kept)
+    again = play_ages(support(), 1, plan, kept)
 
     first, second, third = (f"{MODEL}--fresh-{version}" for version in range(3))
     assert made == [
@@ -192,6 +195,7 @@ def test_old_groups_are_learned_from_beside_fresh_ones_of_the_same_parent(
         ("fresh-3", third, third, 3),
     ]
     assert sampled == [(2, adapter) for _, _, adapter, _ in made]
+    assert again == found  # nothing is made twice
     assert [one.before.rewards[0] for one in found] == [0.0, 0.25, 0.25, 0.5, 0.5, 0.75, 0.75]
     assert [one.holds for one in _targets_of_ages("t", found, {})] == [True] * 3
     assert [one.holds for one in _targets_of_ages("t", [], {})] == [False] * 3
