@@ -152,6 +152,8 @@ def open_rows(path: Path) -> Iterator[Row]:
 
 
 def _spans(lines: Iterable[bytes]) -> Iterator[tuple[int, int]]:
+    """Yield where each row begins and ends. depth: brackets open within a row, or within the part
+    of a page of an API that stands before or behind its rows; 0 between rows."""
     at = begin = depth = arrays = 0
     alone = in_page = behind_page = False
     for line in lines:

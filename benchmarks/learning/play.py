@@ -18,7 +18,7 @@ from statistics import fmean
 from typing import Any, Final, Literal
 
 from benchmarks.learning.engine import sample, serve, unload, vllm
-from benchmarks.learning.played import Kept
+from benchmarks.learning.kept import Kept
 from benchmarks.learning.tasks import Message, Prompt, Task
 from demo.stack import MODEL, MODEL_FOLDER
 from ingest.judge_noise import MeasuredNoise

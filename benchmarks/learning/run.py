@@ -18,8 +18,8 @@ from typing import Final
 
 from benchmarks import results
 from benchmarks.learning.instructions import instructions
+from benchmarks.learning.kept import Kept
 from benchmarks.learning.play import OLDEST, Kind, Plan, Played, play, play_ages
-from benchmarks.learning.played import Kept
 from benchmarks.learning.tasks import Task, support
 from benchmarks.learning.tools import NoDataError, tools
 from ingest.reward_watch.rules import t_of
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--exam-answers", type=int, default=6, help="to each prompt of the exam")
     parser.add_argument("--per-step", type=int, help="learner.groups_per_step; else its default")
     parser.add_argument("--rate", type=float, help="learner.learning_rate; else its default")
-    parser.add_argument("--ages", action="store_true", help="what old groups are worth, in place")
+    parser.add_argument("--ages", action="store_true", help="play old groups, not kinds")
     parser.add_argument("--out", type=Path, default=results.FOLDER, help="where the JSON goes")
     parser.add_argument(
         "--resume",

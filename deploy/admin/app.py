@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-import structlog
 from fastapi import Depends, FastAPI, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -33,8 +32,6 @@ from sidecar.errors import StoreError
 from sidecar.processes import installed_version
 from sidecar.store.models import RoutingRow
 from sidecar.visible import counted
-
-log = structlog.get_logger()
 
 NO_STORE = "the store does not answer; control's log says why"
 NO_TABLE = (
@@ -129,8 +126,7 @@ def _add_probes(app: FastAPI, context: AdminContext) -> None:
                     select(RoutingRow.generation).where(RoutingRow.model == context.model)
                 )
                 found = context.conditions(session, context.model, context.clock())
-        except StoreError as error:
-            log.warning("store_away", error=str(error))
+        except StoreError:  # control's loops log it
             return _readiness(ReadyOut(status="not ready", reason=NO_STORE))
         ready = table is not None
         # Anybody may ask: projects and addresses, which names of loops end with, are left out.

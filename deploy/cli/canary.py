@@ -18,6 +18,7 @@ from deploy.cli.output import Output, Reason, group, note, say, say_either, say_
 from deploy.errors import DeployError, UnknownCanaryError
 from deploy.records import version_of
 from deploy.text import iso
+from sidecar.processes import INTERRUPTED
 
 if TYPE_CHECKING:
     from deploy.admin.client import AdminClient
@@ -118,7 +119,6 @@ NEWEST = 20
 """Canaries among which the newest one is looked for that is or was tried: others may wait."""
 NOT_ASKED = 4
 TIMED_OUT = 124
-INTERRUPTED = 130
 
 
 def _newest_canary(client: AdminClient) -> str:

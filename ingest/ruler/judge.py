@@ -14,7 +14,6 @@ import asyncio
 import math
 import os
 import re
-import textwrap
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -131,7 +130,8 @@ def explain(error: BaseException, *, model: str, secrets: Sequence[str]) -> str:
     message = hide_values(_SSL.sub("", message), secrets)
     message = _CONTROL.sub("?", storable(" ".join(message.split()))) or type(error).__name__
     message = hide_in_text(_KEY_LIKE.sub(HIDDEN, hide_values(message, secrets)))
-    return f"judge {model}: {textwrap.shorten(message, ERROR_CHARACTERS, placeholder=' …')}"
+    cut = message if len(message) <= ERROR_CHARACTERS else f"{message[: ERROR_CHARACTERS - 1]}…"
+    return f"judge {model}: {cut}"
 
 
 def storable(text: str) -> str:

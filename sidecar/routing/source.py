@@ -246,8 +246,8 @@ class FollowedTable:
             self.fail("other_model", found.model)
             return
         if self._seen and found.generation < self.table.generation:
-            why = f"it has generation {found.generation}, this proxy {self.table.generation}: a "
-            self.fail("older", why + "store of before; restart this proxy")
+            numbers = f"generation {found.generation} after {self.table.generation}"
+            self.fail("older", f"{numbers}: an older store was restored; restart this proxy")
             return
         self._recover()
         if not self._seen or found != self.table:

@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks.learning import play as night
 from benchmarks.learning.instructions import instructions
+from benchmarks.learning.kept import Kept
 from benchmarks.learning.play import (
     Exam,
     Kind,
@@ -21,7 +22,6 @@ from benchmarks.learning.play import (
     play_ages,
     scored_group,
 )
-from benchmarks.learning.played import Kept
 from benchmarks.learning.run import (
     _targets,
     _targets_of_ages,
