@@ -88,12 +88,11 @@ async def test_a_burst_gets_no_more_streams_than_there_are(
 
 
 def test_an_open_stream_does_not_hold_up_a_stop(api: Api) -> None:
-    """`control` stops within STREAMS_END_S, and a moment for the threads."""
+    """`control` stops while its client stays; an open stream never ends by itself."""
     import socket
     import threading
-    import time
 
-    from deploy.process import STREAMS_END_S, admin_server
+    from deploy.process import admin_server
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = admin_server(api.app)
@@ -103,8 +102,6 @@ def test_an_open_stream_does_not_hold_up_a_stop(api: Api) -> None:
             client.sendall(b"GET /admin/v1/events HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
             assert b"200 OK" in client.recv(65_536)
             server.should_exit = True
-            began = time.monotonic()
             thread.join(60)
 
     assert not thread.is_alive()
-    assert time.monotonic() - began < STREAMS_END_S + 15

@@ -10,7 +10,6 @@ import json
 import os
 import re
 import threading
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -407,17 +406,15 @@ async def test_a_packed_reply_is_not_unpacked(serve: Serve) -> None:
 
 async def test_a_service_that_drips_is_left_in_time(serve: Serve) -> None:
     drip = (
-        "        self.send_response(200)\n        self.send_header('content-length', '1000')\n"
-        "        self.end_headers()\n        for _ in range(100):\n            time.sleep(0.1)\n"
+        "        self.send_response(200)\n        self.send_header('content-length', '1000000')\n"
+        "        self.end_headers()\n        while True:\n            time.sleep(0.1)\n"
         "            try:\n                self.wfile.write(b' ')\n"
         "            except OSError:\n                return\n        return\n"
     )
-    started = time.monotonic()
 
     found = await ask(serve, drip, timeout_s=0.5)
 
     assert found == Failure(reason="timeout", why="no whole reply in 0.5 s")
-    assert time.monotonic() - started < 8
 
 
 async def test_a_service_that_is_not_there_is_unreachable_and_its_url_is_not_told() -> None:
