@@ -133,7 +133,8 @@ def exchanges_show(context: typer.Context, exchange_id: str, output: Output = "t
     told_lines += [f"outcome: {_words(one)}" for one in found.pop("outcomes")]
     told_lines += [f"signal: {_words(one)}" for one in found.pop("signals")]
     for name, value in found.items():
-        say(f"{name}: {shown_time(value, time.time()) if name == 'at' else value}")
+        if value not in (None, "", {}):
+            say(f"{name}: {_words(value) if isinstance(value, dict) else _word(name, value)}")
     for line in told_lines:
         say(line)
     asked = request.get("messages") if isinstance(request, dict) else None
@@ -384,10 +385,14 @@ def _told(database: Any, record: Any) -> Any:
 def _words(one: dict[str, Any]) -> str:
     """The members that say something, in one line."""
     return ", ".join(
-        f"{name} {shown_time(value, time.time()) if name.endswith('at') else value}"
-        for name, value in one.items()
-        if value not in (None, "", {})
+        f"{name} {_word(name, value)}" for name, value in one.items() if value not in (None, "", {})
     )
+
+
+def _word(name: str, value: Any) -> str:  # Any: JSON
+    if name == "at" or name.endswith("_at"):
+        return shown_time(value, time.time())
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _sound(records: Iterator[Any], left_out: Counter[str]) -> Iterator[Any]:

@@ -156,6 +156,9 @@ def test_one_is_shown_with_its_messages_and_answers(database: Database, run: Run
     assert code == 0
     assert "--- asked: user\nquestion 1\n--- answer 0 (stop): assistant\nserved\n" in out
     assert "\x1b" not in out
+    record = out.partition("---")[0]
+    assert "\nheld_out: false\n" in record
+    assert not any(python in record for python in ("None", "False", "{"))
     assert run("show", "e9") == (
         1,
         "",
