@@ -30,7 +30,7 @@ from deploy.admin.records import adapter_in, adapter_out, naming, page_of
 from deploy.admin.wire import PREFIX
 from deploy.errors import TransitionError
 from deploy.records import MAX_REASON, cut_reason
-from deploy.registry import aliases as bans, aliases as history, canaries, candidates, versions
+from deploy.registry import aliases as history, bans, canaries, candidates, versions
 from deploy.registry.rollback import RollbackResult, roll_back_in
 from sidecar.records import BASE
 from sidecar.routing.table import is_generation

@@ -22,7 +22,7 @@ from deploy.admin.models import AuditOut
 from deploy.admin.paging import new_router
 from deploy.admin.problems import TooManyStreamsError
 from deploy.admin.records import damaged
-from deploy.registry.aliases import Subject, subjects_of
+from deploy.registry.audit import Subject, subjects_of
 from sidecar.errors import StoreError
 from sidecar.store.database import DAMAGE, Database
 from sidecar.store.models import AuditRow

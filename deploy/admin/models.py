@@ -27,7 +27,7 @@ from deploy.admin.out import (
 from deploy.engine.reconcile import EngineView
 from deploy.records import AdapterVersion, Canary, Phase
 from deploy.registry import transitions
-from deploy.registry.aliases import Subject
+from deploy.registry.audit import Subject
 from deploy.registry.canary_rule import step_least_s
 from sidecar.lines import line_of_adapter, project_of
 from sidecar.settings import Canary as CanarySettings

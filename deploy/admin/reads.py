@@ -56,7 +56,7 @@ from deploy.funnel import exchanges_by_selection, groups_by_reason, groups_by_st
 from deploy.outside.telling import read_states
 from deploy.records import Canary
 from deploy.registry import (
-    aliases as bans,
+    bans,
     canaries,
     routing_writer,
     switches as learner_switches,

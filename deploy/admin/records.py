@@ -46,8 +46,8 @@ from deploy.admin.paging import (
 )
 from deploy.admin.wire import read_stored
 from deploy.errors import DamagedRecordError, UnknownAdapterError, UnknownRecordError
-from deploy.registry import aliases as bans, switches as learner_switches, versions
-from deploy.registry.aliases import subjects_of
+from deploy.registry import bans, switches as learner_switches, versions
+from deploy.registry.audit import subjects_of
 from ingest.feedback.store import Annotations, annotations_of, annotations_of_session
 from ingest.grouping.features import load_choice
 from ingest.store.groups import opened_checks, opened_explanation, read_rule

@@ -318,7 +318,7 @@ def import_adapter(
     from deploy.engine.validation import Registered, validate_folder
     from deploy.errors import InvalidAdapterError
     from deploy.line_loops import serving_limits
-    from deploy.registry import aliases as bans
+    from deploy.registry import bans
     from learner.adapter_folder import CARD, LINEAGE, folder_digest
     from learner.resume import remove_folder
     from learner.runs.publish import find_published, place_or_share, register, replaced, seal

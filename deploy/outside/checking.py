@@ -21,7 +21,7 @@ from deploy.errors import error_line
 from deploy.evidence.live import Check, MetricState, add_check, broken_guardrail, outcome_of
 from deploy.outside.http import MetricSource, Names, OutsideError, end_turns
 from deploy.records import Canary
-from deploy.registry import aliases as bans, audit, canaries, versions
+from deploy.registry import audit, bans, canaries, versions
 from deploy.registry.rollback import roll_back_in
 from sidecar.records import BASE
 from sidecar.settings import Canary as CanarySettings, Metric

@@ -31,7 +31,7 @@ from sqlalchemy.orm import Session
 
 from deploy.errors import error_line
 from deploy.outside.http import CALL_TIMEOUT_S, OutsideError, Poster, end_turns, secret_of
-from deploy.registry.aliases import NOTHING, Subject, subjects_of
+from deploy.registry.audit import NOTHING, Subject, subjects_of
 from deploy.text import iso
 from sidecar.backoff import Backoff
 from sidecar.settings import Hook, Notify

@@ -10,24 +10,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from deploy.errors import TransitionError
-from deploy.registry import audit
-from sidecar.lines import line_of_adapter, project_of
-from sidecar.records import BASE
-from sidecar.store.database import count
 from sidecar.store.models import (
-    AdapterRow,
     AliasEventRow,
     AliasRow,
-    AuditRow,
-    BannedDigestRow,
-    CanaryRow,
 )
 
 START = "0" * 64
@@ -178,148 +169,3 @@ def _disagree(
                 f"alias {key[1]} of {key[0]}: points to {now[0]} (move {now[1]}), and its history "
                 f"ends with {found[0]} (move {found[1]})"
             )
-
-
-# Digests that must not come back: the files of an adapter that lost its traffic, or its canary.
-
-
-def ban(session: Session, name: str, *, now: float, actor: str, reason: str) -> bool:
-    """Ban the digest of a version, in the caller's transaction.
-
-    Returns: False, with nothing written, when it is banned, when the version has no row, and for
-    the base. A rollback must not fail because of it.
-    """
-    row = session.get(AdapterRow, name) if name != BASE else None
-    if row is None or find(session, row.model, row.digest) is not None:
-        return False
-    session.add(
-        BannedDigestRow(
-            model=row.model, digest=row.digest, adapter=name, at=now, actor=actor, reason=reason
-        )
-    )
-    count(session, "adapter", "banned")
-    audit.record(
-        session,
-        now=now,
-        actor=actor,
-        action="adapter.banned",
-        subject=name,
-        before={"banned": False},
-        after={"banned": True, "digest": row.digest},
-        reason=reason,
-    )
-    return True
-
-
-def lift(session: Session, name: str, *, now: float, actor: str, reason: str) -> bool:
-    """End the ban of a version's digest, and the version's state `rolled_back`: it is `retired`
-    then, so that what descends from it may be tried again too.
-
-    Returns: False when there was nothing to end.
-    """
-    row = session.get(AdapterRow, name) if name != BASE else None
-    banned = find(session, row.model, row.digest) if row is not None else None
-    if row is None or (banned is None and row.state != "rolled_back"):
-        return False
-    before = {"banned": banned is not None, "digest": row.digest, "state": row.state}
-    if banned is not None:
-        before["why"] = banned.reason
-        session.delete(banned)
-    if row.state == "rolled_back":
-        row.state, row.reason = "retired", f"allowed again: {reason}"
-    session.flush()
-    audit.record(
-        session,
-        now=now,
-        actor=actor,
-        action="adapter.allowed",
-        subject=name,
-        before=before,
-        after={"banned": False, "state": row.state},
-        reason=reason,
-    )
-    return True
-
-
-def find(session: Session, model: str, digest: str) -> BannedDigestRow | None:
-    return session.get(BannedDigestRow, (model, digest))
-
-
-def reasons(session: Session, model: str) -> dict[str, str]:
-    """Return digest -> why it is banned."""
-    rows = session.scalars(select(BannedDigestRow).where(BannedDigestRow.model == model))
-    return {row.digest: row.reason for row in rows}
-
-
-def banned_ancestor(session: Session, names: list[str]) -> str | None:
-    """Return the first of these versions whose digest is banned."""
-    for name in names:
-        row = session.get(AdapterRow, name)
-        if row is not None and find(session, row.model, row.digest) is not None:
-            return name
-    return None
-
-
-def refuse(session: Session, model: str, digest: str) -> None:
-    """Raises: TransitionError when the digest is banned."""
-    why = reason_of(session, model, digest)
-    if why is not None:
-        raise TransitionError(why)
-
-
-def reason_of(session: Session, model: str, digest: str) -> str | None:
-    """Return why a digest is banned and how the ban is lifted; None when it is not banned."""
-    found = find(session, model, digest)
-    if found is None:
-        return None
-    return (
-        f"these files are banned: {found.adapter} ({found.reason}); "
-        f"`sidecar adapters allow {found.adapter}` lifts the ban"
-    )
-
-
-# What a row of the audit is about: whose line of adapters, and which adapter a canary tries.
-
-LEARNER = "learner of "
-"""How the subject of a project's learner begins (`sidecar.lines.learner_of`)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
-    """What a row is about beside its `subject`, which is an id or a name."""
-
-    project: str | None = None
-    """Whose line of adapters; None: the default line, or none."""
-    candidate: str | None = None
-    """The adapter that the row's canary tries; None: it is about no canary."""
-
-
-NOTHING = Subject()
-
-
-def subjects_of(session: Session, rows: Sequence[AuditRow]) -> dict[int, Subject]:
-    """Return `seq` -> what the row is about."""
-    ids = {row.subject for row in rows if str(row.action).startswith("canary.")}
-    found = session.execute(
-        select(CanaryRow.canary_id, CanaryRow.model, CanaryRow.candidate).where(
-            CanaryRow.canary_id.in_(ids)
-        )
-    )
-    canaries = {
-        one.canary_id: Subject(project=project_of(str(one.model)), candidate=str(one.candidate))
-        for one in found
-    }
-    return {row.seq: _subject(row, canaries) for row in rows}
-
-
-def _subject(row: AuditRow, canaries: dict[str, Subject]) -> Subject:
-    action, subject = str(row.action), str(row.subject)
-    if action.startswith("canary."):
-        return canaries.get(subject, NOTHING)
-    if action.startswith("adapter."):
-        return Subject(project=project_of(line_of_adapter(subject)))
-    if action == "rollback" or action.startswith("alias."):
-        return Subject(project=project_of(subject))
-    if action.startswith("learner.") and subject.startswith(LEARNER):
-        return Subject(project=subject.removeprefix(LEARNER))
-    return NOTHING

@@ -20,7 +20,7 @@ from sqlalchemy.orm import Session
 
 from deploy.errors import TransitionError
 from deploy.records import AdapterState, AdapterVersion, Canary
-from deploy.registry import aliases, audit, canaries, canaries as waiting, transitions, versions
+from deploy.registry import audit, bans, canaries, canaries as waiting, transitions, versions
 from deploy.registry.canary_rule import MANY_GROUPS, SLOWEST, Move
 from deploy.registry.proof_rule import is_proven
 from ingest.store.exchanges import first_since
@@ -181,12 +181,12 @@ def _refused(session: Session, model: str, name: str) -> str | None:
     if name == versions.champion(session, model):
         return f"{name} is champion: it answers every session already"
     version = versions.find(session, name)
-    if (why := aliases.reason_of(session, model, version.digest)) is not None:
+    if (why := bans.reason_of(session, model, version.digest)) is not None:
         return why
     if (why := versions.reason_removed(session, name)) is not None:
         return why
     parents = [one.name for one in _doubtful(session, model, name)[1:]]
-    if (banned := aliases.banned_ancestor(session, parents)) is not None:
+    if (banned := bans.banned_ancestor(session, parents)) is not None:
         return f"{name} descends from {banned}, which is banned"
     if version.forgotten_at is not None:
         return f"{name} learned from content that was forgotten since"

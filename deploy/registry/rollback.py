@@ -3,7 +3,7 @@
 A rollback needs only the store: no vLLM, no judge, no control process. It ends the active canary,
 moves the aliases and rewrites the routing table; proxies follow at their next poll. The adapter
 that was champion is marked `rolled_back`, its files are banned
-(`deploy.registry.aliases`), and no descendant of it gets a canary. A candidate that users had
+(`deploy.registry.bans`), and no descendant of it gets a canary. A candidate that users had
 met (`ramping`) is banned with it. One that was still loading or at the gate is not, because nothing
 was decided about it: its canary ends as by an abort. The learner is paused until an operator
 resumes it: what it learned last was taken from the users, and somebody should look why. A rollback
@@ -29,8 +29,8 @@ from deploy.errors import TransitionError
 from deploy.records import AdapterState
 from deploy.registry import (
     aliases,
-    aliases as bans,
     audit,
+    bans,
     canaries,
     flags,
     routing_writer,

@@ -16,8 +16,8 @@ from sqlalchemy.orm import Session
 from deploy.errors import TransitionError
 from deploy.records import LOADS, AdapterState, Canary, Phase, version_of
 from deploy.registry import (
-    aliases,
     audit,
+    bans,
     canaries,
     canaries as waiting,
     proof_rule,
@@ -322,7 +322,7 @@ def _move(
         versions.set_state(session, row.candidate, kept, move.reason)
         if ban and move.bans and move.to == "rolled_back" and actor == audit.CONTROL:
             # A verdict on these files. An operator's abort is none: they may be tried again.
-            aliases.ban(session, row.candidate, now=now, actor=actor, reason=move.reason)
+            bans.ban(session, row.candidate, now=now, actor=actor, reason=move.reason)
     if move.to in ended:
         versions.drop_alias(
             session, model=row.model, alias="canary", now=now, actor=actor, reason=move.reason

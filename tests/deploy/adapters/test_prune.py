@@ -22,7 +22,7 @@ from deploy.engine.validation import ServingLimits
 from deploy.errors import TransitionError
 from deploy.forgetting import retire_adapters
 from deploy.line_loops import make_folder_of
-from deploy.registry import aliases, transitions, versions
+from deploy.registry import bans, transitions, versions
 from deploy.registry.rollback import RollbackResult, rollback
 from learner.adapter_folder import CARD, LINEAGE, WEIGHTS, folder_digest
 from learner.resume import remove_folder
@@ -322,7 +322,7 @@ def test_forgetting_passes_over_a_removed_version_and_its_ban_holds(folders: Fol
     folders.world.clock.now += 1.0
     folders.promote(last)
     with folders.world.database.write() as session:
-        aliases.ban(session, old, now=0.0, actor="t", reason="bad")
+        bans.ban(session, old, now=0.0, actor="t", reason="bad")
         session.get_one(AdapterRow, last).forgotten_at = 1.0
     folders.point("previous", last)
     folders.prune(FolderRule(folder_days=30, keep_champions=1))
@@ -334,7 +334,7 @@ def test_forgetting_passes_over_a_removed_version_and_its_ban_holds(folders: Fol
     assert done is not None
     assert done.after == BASE
     with folders.world.database.read() as session:
-        assert aliases.find(session, MODEL, folders.world.adapter(old).digest) is not None
+        assert bans.find(session, MODEL, folders.world.adapter(old).digest) is not None
 
 
 KILLED = """

@@ -11,7 +11,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from deploy.errors import TransitionError
-from deploy.registry import aliases, transitions, versions
+from deploy.registry import bans, transitions, versions
 from deploy.registry.canary_rule import Move
 from deploy.registry.rollback import rollback
 from ingest.errors import (
@@ -147,7 +147,7 @@ async def test_learning_goes_on_from_a_champion_below_which_one_was_rolled_back(
     world.promote(second)
     with world.database.write() as session:
         versions.set_state(session, first, "rolled_back", "long ago")
-        aliases.ban(session, first, now=1.0, actor="me", reason="long ago")
+        bans.ban(session, first, now=1.0, actor="me", reason="long ago")
     child = world.register(3, parent=second, values=(0.2, 0.2))
 
     await tick(world)

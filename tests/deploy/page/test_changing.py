@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import update
 
 from deploy.page.rendering import LOOKED_AT, FirstReply, first_reply
-from deploy.registry import aliases, canaries
+from deploy.registry import bans, canaries
 from deploy.registry.rollback import rollback
 from sidecar.lines import Line
 from sidecar.records import BASE
@@ -118,7 +118,7 @@ async def test_a_previous_champion_that_was_banned_since_is_last_and_not_chosen(
 ) -> None:
     first, second, _ = promoted(world, 1, 2, 3)
     with world.database.write() as session:
-        aliases.ban(session, second, now=world.clock.now, actor="control", reason="it is worse")
+        bans.ban(session, second, now=world.clock.now, actor="control", reason="it is worse")
 
     found = options((await browser.get("/rollback")).text)
 

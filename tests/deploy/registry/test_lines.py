@@ -11,8 +11,8 @@ from deploy.canary import gate_store
 from deploy.canary.live_turns import LiveTurns, count_ramp
 from deploy.engine.reconcile import EngineView, read_desired
 from deploy.registry import (
-    aliases as bans,
     audit,
+    bans,
     canaries,
     candidates,
     flags,

@@ -8,7 +8,7 @@ import pytest
 
 from deploy.errors import TransitionError
 from deploy.records import Canary
-from deploy.registry import aliases, canaries, flags, transitions, versions
+from deploy.registry import bans, canaries, flags, transitions, versions
 from deploy.registry.canary_rule import Move
 from deploy.registry.candidates import best_so_far, pace, sessions_a_day, steps_days
 from deploy.registry.rollback import rollback
@@ -145,7 +145,7 @@ async def test_what_may_no_longer_be_tried_leaves_the_queue(world: World) -> Non
     world.start(first)
     queued = world.start(second)
     with world.database.write() as session:
-        aliases.ban(session, second, now=1.0, actor="me", reason="it is rude")
+        bans.ban(session, second, now=1.0, actor="me", reason="it is rude")
     world.move(first, GIVE_UP)
 
     await world.controller().tick()
@@ -226,14 +226,14 @@ def test_a_ban_holds_for_the_files_and_ends_by_an_operator_alone(world: World) -
     copy = world.register(2)  # the same numbers, so the same digest
     assert world.adapter(name).digest == world.adapter(copy).digest
     with world.database.write() as session:
-        assert aliases.ban(session, name, now=1.0, actor="me", reason="rude") is True
-        assert aliases.ban(session, copy, now=2.0, actor="me", reason="rude") is False
+        assert bans.ban(session, name, now=1.0, actor="me", reason="rude") is True
+        assert bans.ban(session, copy, now=2.0, actor="me", reason="rude") is False
 
     with pytest.raises(TransitionError, match="adapters allow"):
         world.start(copy)
     with world.database.write() as session:
-        assert aliases.lift(session, copy, now=3.0, actor="me", reason="it was the judge") is True
-        assert aliases.lift(session, copy, now=4.0, actor="me", reason="again") is False
+        assert bans.lift(session, copy, now=3.0, actor="me", reason="it was the judge") is True
+        assert bans.lift(session, copy, now=4.0, actor="me", reason="again") is False
 
     assert world.start(copy).candidate == copy
     told = [row.action for row in world.rows(AuditRow) if row.action.startswith("adapter.")]
@@ -268,8 +268,8 @@ async def test_what_is_allowed_again_is_retired_and_its_child_is_tried(
     assert world.adapter(second).state == "rolled_back"
 
     with world.database.write() as session:
-        assert aliases.lift(session, second, now=3.0, actor="me", reason="it was the judge") is True
-        assert aliases.lift(session, second, now=4.0, actor="me", reason="again") is False
+        assert bans.lift(session, second, now=3.0, actor="me", reason="it was the judge") is True
+        assert bans.lift(session, second, now=4.0, actor="me", reason="again") is False
 
     assert (world.adapter(second).state, world.adapter(second).reason) == (
         "retired",
