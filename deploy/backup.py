@@ -144,7 +144,8 @@ def restore(folder: Path, store: Path, *, now: Callable[[], float] = time.time) 
     """
     made = read_backup(folder)
     for there in map(Path, made.adapters):
-        if not there.is_absolute() or (there.exists() and not (there / CONFIG).is_file()):
+        odd = not there.is_absolute() or ".." in there.parts
+        if odd or (there.exists() and not (there / CONFIG).is_file()):
             raise BackupError(f"{there} is no folder of an adapter: nothing was restored")
     _refuse_open(store)
     end = f".before-{now():.0f}"
@@ -227,6 +228,8 @@ def _put_back(source: Path, target: Path, digest: str, end: str) -> None:
         except BackupError:
             target.rename(target.with_name(target.name + end))
     target.parent.mkdir(parents=True, exist_ok=True)
+    for left in target.parent.glob(".restored-*"):  # by a restore that was killed
+        shutil.rmtree(left)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".restored-") as fresh:
         _copy(source, Path(fresh) / digest, shutil.copy2)
         (Path(fresh) / digest).rename(target)

@@ -19,7 +19,7 @@ import hashlib
 import math
 import re
 import time
-from codecs import BOM_UTF8
+from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -55,6 +55,10 @@ LITELLM_MARKS: Final = (b"(litellm_truncated skipped", b"redacted-by-litellm")
 LARGEST: Final = 2**31
 MOST_BYTES: Final = 4 * 2**20
 """A record that is longer is left out: hundreds may wait on the bus beside the proxy's."""
+MILLISECONDS: Final = 1e11
+"""A larger time is no number of seconds: they would be of the year 5138."""
+EARLIEST_AT: Final = 1.4e9
+"""2014: what is earlier is no time of a chat model's request, such as 0 or 20260921."""
 AHEAD_S: Final = 86_400.0
 """How far ahead of this host's clock a row may be: a clock or a zone that was wrong."""
 _CAPITAL: Final = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
@@ -141,12 +145,17 @@ def open_rows(path: Path) -> Iterator[Row]:
     """Yield the rows of a file: JSON objects, one a line, in arrays, or in the `data` of an API's
     replies. What is no object is yielded too, outside of arrays once a line; `Row.read` refuses it.
 
-    An object that is cut off ends where a line begins another one. Raises: OSError, also when it is
-    no plain file.
+    An object that is cut off ends where a line begins another one, as far to the right. What stands
+    in its line behind a damaged row is lost with it. Raises: OSError, also when the file is not in
+    UTF-8.
     """
     if not path.is_file():
         raise OSError(f"{path} is no plain file; unpack it into one")
     with path.open("rb") as file:
+        begins = file.read(4)
+        file.seek(0)
+        if b"\0" in begins or begins[:2] in (b"\x1f\x8b", b"PK", BOM_UTF16_LE, BOM_UTF16_BE):
+            raise OSError(f"{path} is no JSON in UTF-8; unpack it, or convert it by iconv")
         for begin, end in _spans(file):
             yield Row(path, begin, end)
 
@@ -155,9 +164,13 @@ def _spans(lines: Iterable[bytes]) -> Iterator[tuple[int, int]]:
     """Yield where each row begins and ends. depth: brackets open within a row, or within the part
     of a page of an API that stands before or behind its rows; 0 between rows."""
     at = begin = depth = arrays = 0
-    alone = in_page = behind_page = False
+    alone = in_page = behind_page = fresh = indented = False
+    indent = b""
     for line in lines:
-        if depth and line[:1] == b"{" and not alone:
+        if depth and fresh:  # the second line of a row: is what the row holds indented?
+            fresh, indented = False, line[: len(indent) + 1].isspace()
+        cut = depth and (indented or not alone)
+        if cut and (line[:1] == b"{" or line.startswith(indent + b"{")):
             yield begin, at
             depth, behind_page = 0, False
         odd, last = False, len(line.rstrip())
@@ -167,13 +180,15 @@ def _spans(lines: Iterable[bytes]) -> Iterator[tuple[int, int]]:
                 if word == b"{" or (word == b"]" and in_page):
                     begin, depth, behind_page = here, 1, word == b"]"
                     in_page = in_page and not behind_page
-                    alone = token.end() == last
+                    alone, fresh = token.end() == last, True
+                    indent = line[: token.start()]
+                    indent = b"" if indent.strip(b" \t" + BOM_UTF8) else indent
                 elif word in (b"[", b"]"):
                     arrays += 1 if word == b"[" else -1
                 elif word not in (b"}", BOM_UTF8) and (in_page or arrays > 0 or not odd):
                     odd = True
                     yield here, at + token.end()
-            elif depth == 1 and word[-1:] == b"[" and len(word) > 1:
+            elif depth == 1 and arrays <= 0 and word[-1:] == b"[" and len(word) > 1:
                 depth, in_page = 0, True
             elif word[-1:] in (b"[", b"{"):
                 depth += 1
@@ -381,6 +396,7 @@ def _is_message(one: Object) -> bool:
     return (
         isinstance(content, str | list | None)
         and isinstance(calls, list | None)
+        and all(isinstance(call, dict) for call in calls or ())
         and all(
             isinstance(part, dict)
             and isinstance(part.get("type"), str)
@@ -430,15 +446,18 @@ def _number(value: Any, otherwise: float) -> float:
 
 
 def _time(value: Any, otherwise: float | None = None) -> float:
-    """Unix seconds of a number or an ISO text; without a zone it is UTC. Raises: LeftOutError."""
+    """Unix seconds of a number, of seconds or milliseconds, or of an ISO text; without a zone it is
+    UTC. Raises: LeftOutError."""
     if isinstance(value, str):
         try:
-            at = datetime.fromisoformat(value)
+            at = datetime.fromisoformat(value.removesuffix(" UTC"))
             value = (at if at.tzinfo is not None else at.replace(tzinfo=UTC)).timestamp()
         except (ValueError, OverflowError):
             value = None
     found = _number(value, math.nan if otherwise is None else otherwise)
-    if not 0 <= found < time.time() + AHEAD_S:
+    if found > MILLISECONDS:
+        found /= 1000
+    if not EARLIEST_AT <= found < time.time() + AHEAD_S:
         raise LeftOutError("no_time")
     return found
 
@@ -458,12 +477,7 @@ def _uuid_time(name: str) -> float:
 
 
 def exchange_of(
-    logged: Logged,
-    form: str,
-    *,
-    public_model: str,
-    project: str,
-    prompt_token_ids: Sequence[int],
+    logged: Logged, form: str, *, public_model: str, project: str, prompt_token_ids: Sequence[int]
 ) -> Exchange:
     """Make the record of a logged request.
 

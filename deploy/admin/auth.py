@@ -176,8 +176,8 @@ def _check(request: Request, grant: Grant | None) -> None:
     takes = named and route.path not in OF_ALL
     if not takes or not grant.projects.issuperset(request.query_params.getlist("project") or {""}):
         theirs = " or ".join(f"?project={one}" for one in sorted(grant.projects))
-        what = "send" if takes else f"{route.path} is not about one project alone; it may ask with"
-        raise ScopeError(f"this token is of a project: {what} {theirs} (admin.tokens)")
+        what = f"send {theirs}" if takes else f"{route.path} is not about one project alone"
+        raise ScopeError(f"this token is of a project: {what} (admin.tokens)")
 
 
 async def own_projects(request: Request) -> frozenset[str]:

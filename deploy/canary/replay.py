@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import random
 import secrets
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -49,6 +50,7 @@ from ingest.errors import (
     JudgeRefusalError,
     JudgeRejectedError,
     JudgeUnavailableError,
+    JudgeWithheldError,
     SamplingError,
 )
 from ingest.privacy.texts import JudgeView
@@ -105,7 +107,13 @@ class Report:
     """`worse`, `better`, `no worse` (each proven at its level of the canary) or `undecided`."""
     why: str
     difference: Estimate | None
-    """Candidate minus champion; None: nothing was scored."""
+    """Candidate minus champion, with the lost ones; None: nothing was scored. The interval has two
+    sides and a verdict has one, so either may exclude 0 before the other does."""
+    lost: int
+    """Comparisons that count as -1, because the candidate's answers could not be scored."""
+    champion_lost: int
+    """Comparisons that count as +1, because the champion's could not. They are no merit of the
+    candidate: they count against `worse` alone."""
     flaws: Mapping[str, float]
     """Kind of flaw -> the candidate's share of such answers minus the champion's, in the mean."""
     kinds: Sequence[Kind]
@@ -203,15 +211,23 @@ class Replay:
         after each batch. What was found until it is cancelled stays in `report`."""
         for start in range(0, len(prompts), self._parallel):
             batch = prompts[start : start + self._parallel]
-            asking = (self._compare(one.held_out) for one in batch)
-            found = await asyncio.gather(*asking, return_exceptions=True)
+            asking = [asyncio.ensure_future(self._compare(one.held_out)) for one in batch]
+            try:
+                await asyncio.wait(asking, return_when=asyncio.FIRST_EXCEPTION)
+            except asyncio.CancelledError:
+                self._stopped = "it was interrupted"
+                raise
+            finally:  # what one of them raises ends all of them
+                for one in asking:
+                    one.cancel()
+                found = await asyncio.gather(*asking, return_exceptions=True)
+            raised = (one for one in found if isinstance(one, Exception))
+            error = next(raised, None)
             ends: list[Comparison] = []
-            error: BaseException | None = None
-            for prompt, one in zip(batch, found, strict=True):
-                if isinstance(one, BaseException):
-                    error = one
+            for prompt, made in zip(batch, found, strict=True):
+                if isinstance(made, BaseException):
                     break
-                end, why = one
+                end, why = made
                 ends.append(end)
                 self._made.append((prompt, end))
                 if why:
@@ -255,6 +271,8 @@ class Replay:
             verdict=verdict,
             why=why,
             difference=estimate(tuple(value for _, value in values)),
+            lost=self._quality.lost,
+            champion_lost=self._quality.champion_lost,
             flaws=_mean_flaws(end for _, end in self._made),
             kinds=(*kinds_of(kinds), *kinds_of(projects)),
             hours=kinds_of([(_hours(one.asked_at), value) for one, value in values], least=1),
@@ -279,10 +297,15 @@ class Replay:
         waited_s = wait_s = 0.0
         failed = 0
         while True:
+            began = time.monotonic()
             try:
                 if await self._room.is_open():
                     return await self._ask(prompt)
                 why = "users need the capacity of every vLLM"
+            except JudgeWithheldError as error:
+                if error.until - time.time() > LONGEST_AWAY_S:
+                    raise ReplayError(str(error)) from error
+                why = str(error)
             except (*TRY_LATER, SamplingError) as error:  # also of `is_open`
                 why = str(error)
             except JudgeUnavailableError as error:
@@ -291,6 +314,7 @@ class Replay:
                 if away is None and failed == ATTEMPTS:
                     return await self._unscored(prompt, refusal_of(error))
                 why = away or str(error)
+            waited_s += time.monotonic() - began
             if waited_s >= LONGEST_AWAY_S:
                 raise ReplayError(f"waited {waited_s:.0f} s: {why}")
             wait_s = WAITS.after_s(wait_s)
@@ -423,6 +447,9 @@ def lines_of(report: Report) -> list[str]:
         lines.append(f"ended early: {report.stopped}")
     if report.difference is not None:
         lines.append(f"{ours} {difference_words(report.difference, theirs)}")
+    for lost, name, value in ((report.lost, ours, "-1"), (report.champion_lost, theirs, "+1")):
+        if lost:
+            lines.append(f"of these {lost} count as {value}: answers of {name} could not be scored")
     for title, kinds in (("by kind of request", report.kinds), ("by hour (UTC)", report.hours)):
         if kinds:
             lines += ["", title, *(_kind_line(one) for one in kinds)]

@@ -171,8 +171,8 @@ EXITS: dict[str, str] = {
     "canary wait": ENDED,
     "canary watch": f"{ENDED}, 130 interrupted",
     "doctor": "0 records come through, 1 something stops them, 2 bad use",
-    "replay": "0 proven no worse or better, 1 proven worse or not scored, 2 bad use, 3 undecided, "
-    "130 interrupted",
+    "replay": "0 proven no worse or better, 1 failed or not scored, 2 bad use, 3 undecided, "
+    "4 proven worse, 130 interrupted",
     "learn": "0 done, 1 failed, 2 bad use; with --once also 3 nothing to learn from, 4 held, "
     "5 no room, 6 stopped (the next start goes on with it)",
     "audit verify": "0 whole, 1 broken or not read, 2 bad use",

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 Folders = dict[str, tuple[str, str]]
 """Name of an adapter -> its folder, as vLLM reads it, and its digest (SHA-256, hex)."""
-UNDECIDED = 3
+EXITS = {"undecided": 3, "worse": 4}
+"""Exit codes of verdicts; 1 is of a replay without one."""
 FOLDER_NAME = "replay-"
 """Beginning of the name under which vLLM has a folder that is no version."""
 TELL_EVERY = 10
@@ -75,14 +76,15 @@ def replay(
     begins_at = max(0.0, begun_at - length_s)
     with open_store(settings, contents=True) as database:
         drawn, trial, folders = _drawn(settings, database, candidate, against, begins_at, prompts)
+        oldest = min(one.asked_at for one in drawn)
         made, interrupted = asyncio.run(_play(settings, database, trial, drawn, folders))
-    report = made.report(since=begins_at)
+    report = made.report(since=max(begins_at, oldest) if len(drawn) == prompts else begins_at)
     say_either(output, asdict(report), lines_of(report))
     if interrupted:
         raise typer.Exit(INTERRUPTED)
     if report.difference is None:
         raise typer.Exit(1)
-    raise typer.Exit({"worse": 1, "undecided": UNDECIDED}.get(report.verdict, 0))
+    raise typer.Exit(EXITS.get(report.verdict, 0))
 
 
 def _drawn(
@@ -113,8 +115,8 @@ def _drawn(
             name = versions.resolve(session, line.name, candidate)
         except UnknownAdapterError:
             folder = Path(candidate).resolve()
-            if not folder.is_dir():
-                raise
+            if not candidate or not folder.is_dir():
+                raise UnknownAdapterError(f"{candidate!r} is no version, alias or folder") from None
             digest = folder_digest(folder)
             validate_folder(folder, Registered(digest=digest), serving_limits(settings.serving))
             name = f"{FOLDER_NAME}{digest[:12]}"
@@ -140,6 +142,8 @@ def _drawn(
         )
     if len(drawn) < limit:
         note(f"{len(drawn)} held-out sessions are of this time; --prompts asks for {limit}")
+    else:
+        note(f"the newest {limit} held-out sessions of this time are asked; see --prompts")
     return drawn, trial, folders
 
 
@@ -209,7 +213,7 @@ async def _loaded(settings: Settings, database: Database, folders: Folders) -> A
     upstreams = Upstreams(settings.serving.upstreams)
     controls: dict[str, VllmControl] = {}
     ours: set[tuple[str, str]] = set()
-    one_at_a_time = asyncio.Lock()
+    one_at_a_time, loads = asyncio.Lock(), list[asyncio.Task[None]]()
     async with AsyncExitStack() as clients:
 
         async def load_into(url: str) -> None:
@@ -225,7 +229,12 @@ async def _loaded(settings: Settings, database: Database, folders: Folders) -> A
                 if name not in loaded or name.startswith(FOLDER_NAME):
                     ours.add((url, name))
                 if name not in loaded:
-                    await load_checked(controls[url], name, path, digest)
+                    loads.append(
+                        asyncio.create_task(load_checked(controls[url], name, path, digest))
+                    )
+                    await asyncio.shield(
+                        loads[-1]
+                    )  # a load that was begun can be undone at its end
 
         async def load() -> None:
             """Raises: EngineError when no vLLM has both; as `load_checked`."""
@@ -251,6 +260,7 @@ async def _loaded(settings: Settings, database: Database, folders: Folders) -> A
         finally:
             before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the report is not shown yet
             clients.callback(signal.signal, signal.SIGINT, before)
+            await asyncio.gather(*loads, return_exceptions=True)
             wanted = await asyncio.to_thread(
                 lambda: (
                     read_desired(

@@ -181,14 +181,7 @@ def _delete(
     session.execute(delete(RehearsalRow).where(RehearsalRow.task.in_(gone)))
     _count_undecided(session, gone, why)
     session.execute(delete(JudgeReplyRow).where(JudgeReplyRow.exchange_id.in_(gone)))
-    for table in (
-        BestOfScoreRow,
-        FeedbackRow,
-        SignalRow,
-        WatchedAnswerRow,
-        ChoiceRow,
-        ExchangeRow,
-    ):
+    for table in (BestOfScoreRow, FeedbackRow, SignalRow, WatchedAnswerRow, ChoiceRow, ExchangeRow):
         where = table.exchange_id.in_(gone)
         removed = session.scalars(delete(table).where(where).returning(table.exchange_id)).all()
         if table is ExchangeRow:

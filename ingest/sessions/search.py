@@ -433,13 +433,7 @@ class Search:
         return nodes[0] if len(nodes) == 1 and is_new(nodes[0], self._messages, at) else None
 
     def _pick(
-        self,
-        index: int,
-        key: bytes | None,
-        how: How,
-        *,
-        least: int = 0,
-        caller: Node | None = None,
+        self, index: int, key: bytes | None, how: How, *, least: int = 0, caller: Node | None = None
     ) -> Node | None:
         """Choose among conversations that are the same up to here: the same trace, the agent that
         is most alike, one that was answered, one that nobody has continued yet, and of these the

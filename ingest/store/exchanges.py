@@ -160,12 +160,7 @@ def insert_exchanges(session: Session, rows: Sequence[ExchangeRows]) -> None:
 
 
 def save_exchange(
-    session: Session,
-    exchange: Exchange,
-    *,
-    held_out: bool,
-    now: float,
-    place: Place | None = None,
+    session: Session, exchange: Exchange, *, held_out: bool, now: float, place: Place | None = None
 ) -> bool:
     """Store one exchange and its choices, in the caller's write transaction.
 

@@ -143,8 +143,10 @@ class VllmSampler:
         )
         try:
             asked = self._client.build_request("POST", CHAT_PATH, json=body)
-        except RecursionError as error:
-            raise RequestRefusedError("the request is nested too deep to be sent again") from error
+        except (RecursionError, ValueError) as error:  # nested too deep, half a character, NaN
+            raise RequestRefusedError(
+                f"the request cannot be sent again as JSON: {error}"
+            ) from error
         response = await self._send(asked)
         if response.status_code == 404:
             raise AdapterGoneError(

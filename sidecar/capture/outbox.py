@@ -534,11 +534,7 @@ class DurableCounts:
     """`start`, then `stop`. One for each proxy, also for one of several workers."""
 
     def __init__(
-        self,
-        store_url: str,
-        read: Callable[[], Sequence[Cells]],
-        *,
-        interval_s: float = INTERVAL_S,
+        self, store_url: str, read: Callable[[], Sequence[Cells]], *, interval_s: float = INTERVAL_S
     ) -> None:
         """read: returns the metrics of all processes of the proxy."""
         self._store_url = store_url

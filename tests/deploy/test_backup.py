@@ -8,12 +8,13 @@ import shutil
 import sqlite3
 import threading
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from deploy import backup
-from deploy.backup import back_up, read_backup, restore, store_file
+from deploy.backup import Backup, back_up, read_backup, restore, store_file
 from deploy.cli.main import main
 from deploy.errors import BackupError
 from deploy.registry import versions
@@ -54,9 +55,12 @@ def test_what_was_lost_and_altered_comes_back(world: World, store: Path, tmp_pat
     (second / WEIGHTS).write_bytes(b"other")
     world.database.close()
 
+    (first.parent / ".restored-killed").mkdir(parents=True)
+
     restore(kept, store, now=lambda: 7.0)
 
     assert champion(store) == before
+    assert not (first.parent / ".restored-killed").exists()
     with closing(sqlite3.connect(store)) as connection:
         query = "SELECT generation, json_extract(body, '$.generation') FROM routing_table"
         assert connection.execute(query).fetchall() == [(7, 7)]  # an open proxy takes it
@@ -188,7 +192,9 @@ def test_a_damaged_adapter_keeps_nothing_else_from_being_restored(
     assert all("other bytes" in why for why in made.missing.values())
 
 
-def test_what_is_no_adapter_is_never_moved(world: World, store: Path, kept: Path) -> None:
+def test_what_is_no_adapter_is_never_moved(
+    world: World, store: Path, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A store that names another folder as an adapter's: a forged backup, or another machine's."""
     first, _ = folders(store)
     shutil.rmtree(first)
@@ -200,6 +206,13 @@ def test_what_is_no_adapter_is_never_moved(world: World, store: Path, kept: Path
         restore(kept, store)
 
     assert (first / "precious").exists()
+    with monkeypatch.context() as patch:
+        forged = Backup(
+            **{**asdict(read_backup(kept)), "adapters": {f"{first}/../x": "0"}}
+        )
+        patch.setattr("deploy.backup.read_backup", lambda _: forged)
+        with pytest.raises(BackupError, match="no folder of an adapter"):
+            restore(kept, store)
 
 
 def test_a_full_disk_ends_a_backup(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -198,6 +200,7 @@ def test_content_blocks_become_messages_of_chat_completions() -> None:
         ("litellm", LITELLM, {"startTime": "yesterday"}, "no_time"),
         ("litellm", LITELLM, {"startTime": True}, "no_time"),
         ("litellm", LITELLM, {"startTime": 9e10}, "no_time"),
+        ("litellm", LITELLM, {"startTime": 20260921}, "no_time"),
         ("litellm", LITELLM, {"startTime": "9999-12-31T23:59:59Z"}, "no_time"),
         ("langfuse", LANGFUSE, {"start_time": "1900-01-01T00:00:00"}, "no_time"),
         ("langfuse", LANGFUSE, {"output": {"content": [1]}}, "no_answer"),
@@ -205,6 +208,7 @@ def test_content_blocks_become_messages_of_chat_completions() -> None:
         ("litellm", LITELLM, {"messages": [{"role": "user", "content": [1]}]}, "no_messages"),
         ("litellm", LITELLM, {"messages": [BAD_PART]}, "no_messages"),
         ("litellm", LITELLM, {"messages": [{"role": "user", "tool_calls": "a"}]}, "no_messages"),
+        ("langfuse", LANGFUSE, {"output": {"content": "a", "tool_calls": [1]}}, "no_answer"),
         ("langfuse", LANGFUSE, {"type": "SPAN"}, "no_chat"),
         ("langfuse", LANGFUSE, {"level": "ERROR"}, "failed"),
         ("langfuse", LANGFUSE, {"input": "a text"}, "no_messages"),
@@ -337,6 +341,51 @@ def test_a_bad_row_costs_itself_in_each_form_of_a_file(
 
     assert len(work.read([path])) == found
     assert work.left_out == reason
+
+
+@pytest.mark.parametrize("end", ["}", "]"])
+@pytest.mark.parametrize(
+    ("first", "between", "last", "indent"),
+    [
+        ("", "\n", "", None),
+        (" ", "\n ", "", None),
+        ("\ufeff", "\n\ufeff", "", None),
+        ("[\n", ",\n", "\n]", None),
+        ("", "\n", "", 2),
+        ("[\n", ",\n", "\n]", 2),
+        ('{"data": [\n', ",\n", '\n], "meta": {"page": 1}}', 2),
+    ],
+)
+def test_a_row_that_lacks_a_bracket_costs_itself(
+    tmp_path: Path, first: str, between: str, last: str, indent: int | None, end: str
+) -> None:
+    one = json.dumps(LITELLM, indent=indent)
+    bad = end.join(one.rsplit(end, 2)[::2]) if end == "}" else one.replace("]", "", 1)
+    rows = [one, one, bad, one, one]
+    if indent and last:
+        rows = [textwrap.indent(row, "  ") for row in rows]
+    path = tmp_path / "log.json"
+    path.write_text(f"{first}{between.join(rows)}{last}", encoding="utf-8")
+    work = new_import()
+
+    assert len(work.read([path])) == 4
+    assert work.left_out == {"not_json": 1}
+
+
+@pytest.mark.parametrize("data", [gzip.compress(b"{}"), "{}".encode("utf-16"), b"{\0}\0"])
+def test_a_file_of_another_encoding_is_refused_in_words(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "log.json"
+    path.write_bytes(data)
+
+    with pytest.raises(OSError, match="no JSON in UTF-8; unpack it"):
+        next(open_rows(path))
+
+
+@pytest.mark.parametrize("at", [1_790_000_000_500, "2026-09-21 14:13:20.5 UTC"])
+def test_usual_forms_of_a_time_are_read(at: object) -> None:
+    found = made("litellm", {**LITELLM, "startTime": at, "endTime": at})
+
+    assert found.timings.started_at == 1_790_000_000.5
 
 
 def test_a_file_that_is_emptied_meanwhile_costs_its_rows(tmp_path: Path) -> None:

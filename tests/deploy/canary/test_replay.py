@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -17,6 +19,7 @@ from ingest.errors import (
     EngineDownError,
     JudgeRefusalError,
     JudgeRejectedError,
+    JudgeSpentError,
     JudgeUnavailableError,
     SamplingError,
 )
@@ -74,6 +77,10 @@ async def played(
     )
     await replay.run(prompts, lambda done: None)
     return replay.report(since=0.0)
+
+
+async def no_load() -> None:
+    raise EngineError("still away")
 
 
 def scores(world: World, *, new: float, old: float) -> None:
@@ -223,6 +230,62 @@ async def test_a_judge_that_refuses_every_question_ends_it_at_once(world: World)
 
     assert report.prompts == 0
     assert report.stopped == "the judge refuses every question: 401: no such key"
+
+
+async def test_a_budget_that_is_spent_for_long_ends_it_at_once(world: World) -> None:
+    world.hold_out(6)
+    world.judge.script = [JudgeSpentError("judge.budget_usd is spent", until=math.inf)]
+    waits: list[str] = []
+
+    report = await played(world, prompts_of(world), after_wait=lambda: waits.append("waits"))
+
+    assert (report.prompts, waits) == (0, [])
+    assert report.stopped == "judge.budget_usd is spent"
+
+
+async def test_answers_that_the_champion_fails_to_give_are_shown_as_no_scores(world: World) -> None:
+    world.hold_out(12)
+    prompts = prompts_of(world)
+    scores(world, new=0.5, old=0.5)
+    world.sampler.errors[OLD] = SamplingError("400")
+
+    report = await played(world, prompts)
+
+    assert report.difference is not None
+    assert (report.verdict, report.difference.mean) == ("undecided", 1.0)
+    assert (report.lost, report.champion_lost) == (0, report.difference.groups)
+    said = f"of these {report.champion_lost} count as +1: answers of v1 could not be scored"
+    assert said in lines_of(report)
+
+
+async def test_an_interrupted_one_says_so_and_keeps_what_was_answered(world: World) -> None:
+    world.hold_out(6)
+    world.judge.away = True
+    waits = asyncio.Event()
+
+    async def sleep(_: float) -> None:
+        waits.set()
+        await asyncio.Event().wait()
+
+    replay = Replay(
+        trial_of(world.line.name, NEW, OLD, "salt"),
+        sampler=world.sampler,
+        room=world.room,
+        judge=world.judge,
+        rules=world.rules,
+        judging=world.judging,
+        view=JudgeView(world.privacy),
+        parallel=2,
+        load=no_load,
+        sleep=sleep,
+    )
+    waiting = asyncio.ensure_future(replay.run(prompts_of(world), lambda done: None))
+    await waits.wait()
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+
+    assert waiting.cancelled()
+    assert replay.report(since=0.0).stopped == "it was interrupted"
 
 
 async def test_a_judge_that_fails_on_one_prompt_alone_sets_it_aside(world: World) -> None:

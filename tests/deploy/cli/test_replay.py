@@ -68,6 +68,33 @@ async def test_an_interrupt_while_it_unloads_loses_no_report(
     assert signal.getsignal(signal.SIGINT) is before
 
 
+async def test_a_load_that_is_interrupted_is_undone_when_it_ends(
+    database: Database, adapter_folder: MakeFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, digest = adapter_folder(OURS)
+    load, begun, ends = VllmControl.load, asyncio.Event(), asyncio.Event()
+
+    async def slow(self: VllmControl, name: str, path: str) -> None:
+        begun.set()
+        await ends.wait()
+        await load(self, name, path)
+
+    monkeypatch.setattr(VllmControl, "load", slow)
+    with vllm_in_thread() as (url, endpoints):
+
+        async def loads() -> None:
+            async with _loaded(settings_of(tmp_path, url), database, {OURS: (str(path), digest)}):
+                raise AssertionError("unreachable")
+
+        loading = asyncio.create_task(loads())
+        await begun.wait()
+        loading.cancel()
+        asyncio.get_running_loop().call_later(0.05, ends.set)
+        await asyncio.gather(loading, return_exceptions=True)
+        assert loading.cancelled()
+        assert (endpoints.loads, endpoints.adapters) == ([OURS], {})
+
+
 async def test_a_folder_that_was_changed_is_not_loaded(
     database: Database, adapter_folder: MakeFolder, tmp_path: Path
 ) -> None:

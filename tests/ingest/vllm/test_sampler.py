@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -313,3 +314,14 @@ async def test_without_the_setting_there_is_no_priority(
     await ask(sampler)
 
     assert ["priority" in body for body in vllm.asked] == [False]
+
+
+@pytest.mark.parametrize("odd", ["half a character: \ud800", math.nan])
+async def test_a_recorded_request_that_is_no_json_is_refused(
+    vllm: Answering, sampler: VllmSampler, odd: object
+) -> None:
+    chat = {"messages": [{"role": "user", "content": "hi", "odd": odd}]}
+
+    with pytest.raises(RequestRefusedError, match="cannot be sent again"):
+        await ask(sampler, chat)
+    assert vllm.asked == []
