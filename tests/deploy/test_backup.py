@@ -207,9 +207,7 @@ def test_what_is_no_adapter_is_never_moved(
 
     assert (first / "precious").exists()
     with monkeypatch.context() as patch:
-        forged = Backup(
-            **{**asdict(read_backup(kept)), "adapters": {f"{first}/../x": "0"}}
-        )
+        forged = Backup(**{**asdict(read_backup(kept)), "adapters": {f"{first}/../x": "0"}})
         patch.setattr("deploy.backup.read_backup", lambda _: forged)
         with pytest.raises(BackupError, match="no folder of an adapter"):
             restore(kept, store)
