@@ -177,8 +177,10 @@ class Player:
         url, body = self._own.runner.rstrip("/") + PATH, bytearray()
         try:
             content = msgspec.json.encode(scenario)
-        except RecursionError as error:
-            raise RunnerError("the task is nested too deep to be sent") from error
+        except (RecursionError, ValueError) as error:
+            raise RunnerError(
+                "the task cannot be sent as JSON: it is nested too deep, or holds half a character"
+            ) from error
         try:
             async with (
                 asyncio.timeout(ATTEMPT_S),

@@ -218,7 +218,7 @@ async def test_a_runner_that_is_away_and_room_that_is_not_known_cost_nobody(site
 
 async def test_a_task_that_cannot_be_sent_costs_itself(site: Site) -> None:
     deep: Any = []
-    for _ in range(2_000):
+    for _ in range(100_000):
         deep = [deep]
     world = site.world
     prompt = HeldOutPrompt(
