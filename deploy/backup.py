@@ -108,14 +108,15 @@ def read_backup(folder: Path) -> Backup:
     the rest from being restored.
     """
     try:
-        made = Backup(**json.loads((folder / MANIFEST).read_text()))
+        read = dict(json.loads((folder / MANIFEST).read_text()))
+        if read.get("version", VERSION) != VERSION:
+            raise BackupError(f"{folder} is of another release; restore it with that one")
+        made = Backup(**read)
         told = {**made.adapters, **made.missing}
         if not all(isinstance(one, str) for pair in told.items() for one in pair):
             raise ValueError("a path or a digest is no text")
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise BackupError(f"{folder} holds no whole backup: {MANIFEST}: {error}") from error
-    if made.version != VERSION:
-        raise BackupError(f"{folder} is of another release; restore it with that one")
     try:
         if _hash(folder / STORE) != made.store_sha256:
             raise BackupError(f"{folder / STORE} was changed after it was written; take another")
@@ -156,6 +157,9 @@ def restore(folder: Path, store: Path, *, now: Callable[[], float] = time.time) 
         store.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         shutil.copyfile(folder / STORE, fresh)
         fresh.chmod(0o600)
+        owner = (store if store.exists() else store.parent).stat()
+        if os.geteuid() == 0:  # the processes are another user's
+            os.chown(fresh, owner.st_uid, owner.st_gid)
         _number_anew(fresh, int(now()))
         sync(fresh)
         _refuse_open(store)

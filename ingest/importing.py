@@ -55,10 +55,8 @@ LITELLM_MARKS: Final = (b"(litellm_truncated skipped", b"redacted-by-litellm")
 LARGEST: Final = 2**31
 MOST_BYTES: Final = 4 * 2**20
 """A record that is longer is left out: hundreds may wait on the bus beside the proxy's."""
-MILLISECONDS: Final = 1e11
-"""A larger time is no number of seconds: they would be of the year 5138."""
-EARLIEST_AT: Final = 1.4e9
-"""2014: what is earlier is no time of a chat model's request, such as 0 or 20260921."""
+MILLISECONDS: Final = 1e11  # as seconds the year 5138
+EARLIEST_AT: Final = 1.4e9  # 2014: a chat model's request is later; 0 and 20260921 are no times
 AHEAD_S: Final = 86_400.0
 """How far ahead of this host's clock a row may be: a clock or a zone that was wrong."""
 _CAPITAL: Final = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
@@ -117,6 +115,7 @@ _TOKEN: Final = re.compile(
     rb'"data"\s*:\s*\[|"[^"\\\n]*+(?:\\.[^"\\\n]*+)*+"?|[\[\]{}]|[^\s,:\[\]{}"]++'
 )
 """A bracket, a text, which ends with its line at the latest, or another word of JSON."""
+_HEAD: Final = b" \t,[" + BOM_UTF8  # what may stand in a line before a row
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,37 +164,41 @@ def _spans(lines: Iterable[bytes]) -> Iterator[tuple[int, int]]:
     of a page of an API that stands before or behind its rows; 0 between rows."""
     at = begin = depth = arrays = 0
     alone = in_page = behind_page = fresh = indented = False
-    indent = b""
+    row_column = 0
     for line in lines:
-        if depth and fresh:  # the second line of a row: is what the row holds indented?
-            fresh, indented = False, line[: len(indent) + 1].isspace()
-        cut = depth and (indented or not alone)
-        if cut and (line[:1] == b"{" or line.startswith(indent + b"{")):
+        head = line[: len(line) - len(line.lstrip(_HEAD))]
+        column, last = len(head.replace(BOM_UTF8, b"")), len(line.rstrip())
+        begins = line[len(head) : len(head) + 1] == b"{" and column in (0, row_column)
+        if depth and fresh and last:  # the second line of a row: is what the row holds indented?
+            fresh, indented = False, begins or (line[:1].isspace() and column > row_column)
+        if depth and begins and (indented or not alone):
             yield begin, at
-            depth, behind_page = 0, False
-        odd, last = False, len(line.rstrip())
+            begin, depth, behind_page = at, 0, False
+        odd = False
         for token in _TOKEN.finditer(line):
             word, here = token[0], at + token.start()
             if depth == 0:
                 if word == b"{" or (word == b"]" and in_page):
                     begin, depth, behind_page = here, 1, word == b"]"
                     in_page = in_page and not behind_page
-                    alone, fresh = token.end() == last, True
-                    indent = line[: token.start()]
-                    indent = b"" if indent.strip(b" \t" + BOM_UTF8) else indent
+                    if not behind_page:
+                        alone, fresh = token.end() == last, True
+                        row_column = column if token.start() == len(head) else 0
                 elif word in (b"[", b"]"):
                     arrays += 1 if word == b"[" else -1
                 elif word not in (b"}", BOM_UTF8) and (in_page or arrays > 0 or not odd):
                     odd = True
                     yield here, at + token.end()
-            elif depth == 1 and arrays <= 0 and word[-1:] == b"[" and len(word) > 1:
+            elif depth == 1 and word[-1:] == b"[" and len(word) > 1:
                 depth, in_page = 0, True
             elif word[-1:] in (b"[", b"{"):
                 depth += 1
             elif word in (b"]", b"}"):
                 depth -= 1
-                if depth == 0 and not behind_page:
-                    yield begin, at + token.end()
+                if depth == 0:
+                    if not behind_page:
+                        yield begin, at + token.end()
+                    begin = at + token.end()
         at += len(line)
     if depth or in_page or arrays > 0:  # the end of the file is missing
         yield begin, at

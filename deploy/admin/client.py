@@ -17,6 +17,7 @@ import httpx
 
 from deploy.errors import DeployError
 from sidecar.errors import SettingsError
+from sidecar.hiding import hide_in_url
 from sidecar.settings import Settings
 from sidecar.settings.kinds import from_file, is_loopback
 
@@ -92,8 +93,12 @@ class AdminClient:
         if columns is not None:
             headers["x-sidecar-columns"] = str(columns)
         reply = self._request(method, path, params or {}, body, headers)
-        notes = json.loads(reply.headers.get("x-sidecar-notes", "[]"))
-        return (_text(reply) if text else _read(reply)), [str(one) for one in notes]
+        found = _text(reply) if text else _read(reply)
+        try:
+            notes = list(json.loads(reply.headers.get("x-sidecar-notes", "[]")))
+        except (ValueError, TypeError) as error:
+            raise AdminApiError(_not_it(reply, "notes")) from error
+        return found, [str(one) for one in notes]
 
     def etag(self, *path: str) -> str:
         """Return a resource's current ETag, for a conditional change. Raises: AdminApiError."""
@@ -149,7 +154,7 @@ def is_of_a_line(path: Sequence[str]) -> bool:
 def _read(reply: httpx.Response) -> Any:  # Any: JSON
     try:
         return reply.json()
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise AdminApiError(_not_it(reply, "JSON")) from error
 
 
@@ -168,10 +173,10 @@ def _problem(reply: httpx.Response, *, has_token: bool) -> str:
         return f"{reply.status_code}, a redirect: not followed; {CHECK}"
     try:
         problem = dict(reply.json())
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         problem = {}
     if not str(problem.get("type", "")).startswith(PROBLEM):
-        said = f"{reply.status_code} {reply.text[:SHOWN]}".rstrip()
+        said = f"{reply.status_code} {hide_in_url(reply.text[:SHOWN])}".rstrip()
         return (
             f"what answers at {reply.url} is not it ({said}); {CHECK}: they "
             "must be those of control"

@@ -212,21 +212,20 @@ class Replay:
         for start in range(0, len(prompts), self._parallel):
             batch = prompts[start : start + self._parallel]
             asking = [asyncio.ensure_future(self._compare(one.held_out)) for one in batch]
+            interrupted: asyncio.CancelledError | None = None
             try:
                 await asyncio.wait(asking, return_when=asyncio.FIRST_EXCEPTION)
-            except asyncio.CancelledError:
-                self._stopped = "it was interrupted"
-                raise
-            finally:  # what one of them raises ends all of them
-                for one in asking:
-                    one.cancel()
-                found = await asyncio.gather(*asking, return_exceptions=True)
+            except asyncio.CancelledError as cancelled:
+                interrupted = cancelled
+            for one in asking:  # what one of them raises ends all of them
+                one.cancel()
+            found = await asyncio.gather(*asking, return_exceptions=True)
             raised = (one for one in found if isinstance(one, Exception))
             error = next(raised, None)
             ends: list[Comparison] = []
             for prompt, made in zip(batch, found, strict=True):
                 if isinstance(made, BaseException):
-                    break
+                    continue
                 end, why = made
                 ends.append(end)
                 self._made.append((prompt, end))
@@ -234,11 +233,15 @@ class Replay:
                     self._set_aside[why] += 1
             self._quality = quality_of(ends, self._limits, anchored=False, start=self._quality)
             progress(len(self._made))
-            if isinstance(error, ReplayError):
-                self._stopped = str(error)
-                return
+            if interrupted is not None:
+                self._stopped = "it was interrupted"
+                raise interrupted
             if error is not None:
-                raise error
+                self._stopped = str(error)
+                if not isinstance(error, ReplayError):
+                    self._stopped = f"{type(error).__name__}: {error}"
+                    log.error("replay_failed", exc_info=error)
+                return
             left = len(prompts) - len(self._made)
             if left and proof_rule.harm(self._quality) is not None:
                 self._stopped = f"it is proven worse: {counted(left, 'prompt')} not asked"
@@ -314,7 +317,8 @@ class Replay:
                 if away is None and failed == ATTEMPTS:
                     return await self._unscored(prompt, refusal_of(error))
                 why = away or str(error)
-            waited_s += time.monotonic() - began
+            if wait_s:  # the first try was none in vain: its answers are kept
+                waited_s += time.monotonic() - began
             if waited_s >= LONGEST_AWAY_S:
                 raise ReplayError(f"waited {waited_s:.0f} s: {why}")
             wait_s = WAITS.after_s(wait_s)

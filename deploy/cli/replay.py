@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -203,28 +204,31 @@ async def _loaded(settings: Settings, database: Database, folders: Folders) -> A
     A replay that was killed leaves its folder loaded: the next one unloads it. One that runs beside
     this one loads it again.
     """
+    from sqlalchemy.exc import SQLAlchemyError
+
     from deploy.canary.replay import ReplayError
     from deploy.engine.engines import vllm_client
     from deploy.engine.reconcile import read_desired
     from deploy.engine.vllm_control import VllmControl, load_checked
     from deploy.errors import EngineError
+    from sidecar.errors import StoreError
     from sidecar.upstreams import Upstreams
 
     upstreams = Upstreams(settings.serving.upstreams)
     controls: dict[str, VllmControl] = {}
-    ours: set[tuple[str, str]] = set()
+    ours, cleaned = set[tuple[str, str]](), set[str]()
     one_at_a_time, loads = asyncio.Lock(), list[asyncio.Task[None]]()
     async with AsyncExitStack() as clients:
 
         async def load_into(url: str) -> None:
-            begins = url not in controls
-            if begins:
+            if url not in controls:
                 client = await clients.enter_async_context(vllm_client(settings, url))
                 controls[url] = VllmControl(client)
             loaded = await controls[url].loaded()
-            for name in loaded if begins else ():
+            for name in loaded if url not in cleaned else ():
                 if name.startswith(FOLDER_NAME) and name not in folders:
                     await controls[url].unload(name)
+            cleaned.add(url)
             for name, (path, digest) in folders.items():
                 if name not in loaded or name.startswith(FOLDER_NAME):
                     ours.add((url, name))
@@ -250,28 +254,27 @@ async def _loaded(settings: Settings, database: Database, folders: Folders) -> A
                     raise errors[0]
 
         try:
-            await load()
+            try:
+                await load()
+            except EngineError as error:
+                raise ReplayError(
+                    f"no vLLM can load {' and '.join(folders)} ({error}): see that it answers, and "
+                    "that it reads their folders"
+                ) from error
             yield load
-        except EngineError as error:
-            raise ReplayError(
-                f"no vLLM can load {' and '.join(folders)} ({error}): see that it answers, and "
-                "that it reads their folders"
-            ) from error
         finally:
             before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the report is not shown yet
             clients.callback(signal.signal, signal.SIGINT, before)
             await asyncio.gather(*loads, return_exceptions=True)
-            wanted = await asyncio.to_thread(
-                lambda: (
-                    read_desired(
-                        database,
-                        settings.serving.model,
-                        own=[line.name for line in settings.lines[1:]],
-                    ).wanted
-                )
-            )
+            own = [line.name for line in settings.lines[1:]]
+            wanted: tuple[str, ...] | None = None
+            try:
+                read = partial(read_desired, database, settings.serving.model, own=own)
+                wanted = (await asyncio.to_thread(read)).wanted
+            except (StoreError, SQLAlchemyError) as error:  # a version may be another's by now
+                note(f"only folders are unloaded: {error}")
             for url, name in ours:
-                if name not in wanted:
+                if name.startswith(FOLDER_NAME) or (wanted is not None and name not in wanted):
                     try:
                         await controls[url].unload(name)
                     except EngineError as error:

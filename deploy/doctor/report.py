@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from sqlalchemy import make_url
-
 from deploy.doctor.collect import Diagnosis, Facts
 from deploy.doctor.rules import of_tasks, waits_for
 from deploy.examiner import examiner_of
 from deploy.funnel import Stage
+from sidecar.hiding import hide_in_url
 from sidecar.visible import counted
 
 SHOWN = 4
@@ -22,7 +21,7 @@ def report_lines(facts: Facts, found: Sequence[Diagnosis]) -> list[str]:
     """The stages, then what stops records, the first stage first."""
     lines = []
     if facts.store is None:
-        url = make_url(facts.settings.store.url).render_as_string(hide_password=True)
+        url = hide_in_url(facts.settings.store.url)
         lines.append(f"The store {url} has no records yet, or cannot be read.")
     else:
         lines += ["stage      entered  passed on  ended  waiting", *map(_stage, _stages(facts))]

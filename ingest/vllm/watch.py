@@ -166,8 +166,7 @@ def _with_files(facts: EngineFacts, base_model_path: str) -> EngineFacts:
     if facts.defaults is None:
         return EngineFacts(defaults=read, grammar=facts.grammar)
     return EngineFacts(
-        defaults=facts.defaults | ((read or frozenset()) - frozenset(PROBED)),
-        grammar=facts.grammar,
+        defaults=facts.defaults | ((read or frozenset()) - frozenset(PROBED)), grammar=facts.grammar
     )
 
 

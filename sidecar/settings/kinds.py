@@ -141,16 +141,27 @@ def _web_url(url: str) -> str:
     return url
 
 
+def _base_alone(url: str, key: str) -> SplitResult:
+    parts = _split(url)
+    if parts.username is not None or parts.password is not None:
+        raise ValueError(f"holds a user name or a password; {key} instead")
+    if parts.query or parts.fragment:
+        raise ValueError("holds `?` or `#`; give the base URL alone")
+    return parts
+
+
+def _admin_url(url: str) -> str:
+    if url:
+        _base_alone(url, "set SIDECAR_ADMIN_TOKEN")
+    return url
+
+
 def _upstream(url: str) -> str:
     if url.lower().startswith("dns+") and not url.startswith(f"{DNS}:"):
         raise ValueError(
             f"{_quoted(url)}is not {DNS}://NAME:PORT; no certificate names the address of a replica"
         )
-    parts = _split(url.removeprefix("dns+"))
-    if parts.username is not None or parts.password is not None:
-        raise ValueError("holds a user name or a password; set serving.api_key instead")
-    if parts.query or parts.fragment:
-        raise ValueError("holds `?` or `#`; give the base URL alone")
+    parts = _base_alone(url.removeprefix("dns+"), "set serving.api_key")
     if parts.path.rstrip("/").endswith("/v1"):
         raise ValueError(f"{_quoted(url)}ends in /v1, which the sidecar adds itself; leave it out")
     return url
@@ -311,6 +322,8 @@ Upstream = Annotated[str, AfterValidator(_upstream)]
 WebUrl = Annotated[str, AfterValidator(_web_url)]
 WebUrlOrNone = Annotated[str, AfterValidator(lambda url: _web_url(url) if url else url)]
 """A URL, or the empty text for none."""
+AdminUrl = Annotated[str, AfterValidator(_admin_url)]
+"""Where control is, or the empty text."""
 Line = Annotated[str, AfterValidator(_line)]
 Name = Annotated[str, AfterValidator(_name)]
 Project = Annotated[

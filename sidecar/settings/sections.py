@@ -18,6 +18,7 @@ from sidecar.lines import Line, lines_of
 from sidecar.settings.judge import GateJudge, Judge, Reward
 from sidecar.settings.kinds import (
     AdminToken,
+    AdminUrl,
     Between,
     BusUrl,
     Bytes,
@@ -182,7 +183,7 @@ class Admin(Section):
     """Address to listen on, plain HTTP. Not loopback: needs `tokens`."""
     port: Port = 8081
     """Port to listen on; 0 takes a free one, which `sidecar up` and the log print."""
-    url: WebUrlOrNone = ""
+    url: AdminUrl = ""
     """Where the `sidecar` command asks for it, from another host or through TLS; empty: at `host`
     and `port`."""
     tokens: tuple[AdminToken, ...] = ()

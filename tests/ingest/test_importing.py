@@ -343,6 +343,40 @@ def test_a_bad_row_costs_itself_in_each_form_of_a_file(
     assert work.left_out == reason
 
 
+@pytest.mark.parametrize(
+    ("text", "found", "reason"),
+    [
+        ("[%s, %s", 2, {"not_json": 1}),
+        ('[{"id": 1, \n %s, \n %s]', 2, {"not_json": 1}),  # as json_agg of PostgreSQL writes it
+        ('[%s\n,{"id": 1\n,%s\n]', 2, {"not_json": 1}),
+        ("{\n%s\n%s", 2, {"not_json": 1}),
+        ('[\n  {\n  {\n    "id": 1\n  }\n]', 0, {"not_json": 1, "no_time": 1}),
+        ('[\n{\n\n"a": [\n{\n"b": 1\n}\n]\n},\n%s\n]', 1, {"no_time": 1}),
+        ('\ufeff{\n "id": 1\n\n{\n "id": 2\n}', 0, {"not_json": 1, "no_time": 1}),
+        ('[{"data": [%s, %s]}, {"data": [%s]}]', 3, {}),
+    ],
+)
+def test_rows_are_found_behind_a_damaged_one(
+    tmp_path: Path, text: str, found: int, reason: Mapping[str, int]
+) -> None:
+    path = tmp_path / "log.json"
+    path.write_text(text.replace("%s", json.dumps(LITELLM)), encoding="utf-8")
+    work = new_import()
+
+    records = [*map(work.record, work.read([path]))]
+
+    assert sum(one is not None for one in records) == found
+    assert work.left_out == reason
+
+
+@pytest.mark.parametrize("text", ["[" + "{}, " * 300_000, "]{" * 300_000, '{"data":[' * 100_000])
+def test_one_long_line_takes_linear_time(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "log.json"
+    path.write_text(text)
+
+    assert sum(1 for _ in open_rows(path)) > 0
+
+
 @pytest.mark.parametrize("end", ["}", "]"])
 @pytest.mark.parametrize(
     ("first", "between", "last", "indent"),

@@ -287,6 +287,11 @@ def _betweens(kind: Any) -> Iterator[Between]:
         ('[engine]\ncommand = [""]', "setting engine.command begins with an empty word"),
         ('[engine]\ncommand = ["a\\u0000"]', "setting engine.command: holds a NUL byte"),
         ('[engine.env]\n"A=B" = "1"', "setting engine.env 'A=B' is no name of a variable"),
+        (
+            f'[admin]\nurl = "http://u:{SECRET}@h:1"',
+            "setting admin.url: holds a user name or a pas",
+        ),
+        ('[admin]\nurl = "http://h:1?x=1"', "setting admin.url: holds `?` or `#`; give the base"),
         ('[bus]\nurl = "amqp://h/t"', "setting bus.url: is no bus that this release knows"),
         ('[bus]\nurl = "kafka://h:9092"', "setting bus.url: names no topic"),
         ('[bus]\nurl = "kafka://h:9092/a b"', "setting bus.url: names a topic that Kafka refuses"),

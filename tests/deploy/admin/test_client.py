@@ -198,3 +198,26 @@ def test_text_is_asked_for_and_comes_with_its_notes() -> None:
         assert client(port).ask("/adapters", text=True) == ("none\n", ["more"])
     with server() as (port, _), pytest.raises(AdminApiError, match="did not answer with text"):
         client(port).ask("/adapters", text=True)
+
+
+@pytest.mark.parametrize(
+    ("body", "headers"),
+    [
+        (b"{}", {"x-sidecar-notes": "no JSON"}),
+        (b"{}", {"x-sidecar-notes": "5"}),
+        (b"[" * 200_000, {}),
+    ],
+)
+def test_odd_replies_of_another_server_are_one_line(body: bytes, headers: dict[str, str]) -> None:
+    with server(200, body, **headers) as (port, _), pytest.raises(AdminApiError, match="check"):
+        client(port).get("/status")
+
+
+def test_a_token_that_another_server_repeats_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SIDECAR_ADMIN_TOKEN", TOKEN)
+    with (
+        server(401, f"you sent: Bearer {TOKEN}".encode()) as (port, _),
+        pytest.raises(AdminApiError, match="is not it") as error,
+    ):
+        client(port).get("/status")
+    assert TOKEN not in str(error.value)

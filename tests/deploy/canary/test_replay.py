@@ -288,6 +288,24 @@ async def test_an_interrupted_one_says_so_and_keeps_what_was_answered(world: Wor
     assert replay.report(since=0.0).stopped == "it was interrupted"
 
 
+async def test_an_error_that_no_check_foresaw_keeps_what_was_found(world: World) -> None:
+    world.hold_out(6)
+    prompts = prompts_of(world)
+    scores(world, new=0.6, old=0.5)
+    bad = str(prompts[2].held_out.request["messages"][-1]["content"])
+
+    def reply(answers: Mapping[str, dict[str, Any]]) -> str:
+        if bad in world.judge.prompts[-1]:
+            raise RuntimeError("strange")
+        return scores_reply(dict.fromkeys(answers, 0.5))
+
+    world.judge.script = [reply]
+    report = await played(world, prompts)
+
+    assert report.stopped == "RuntimeError: strange"
+    assert report.prompts in (2, 3)
+
+
 async def test_a_judge_that_fails_on_one_prompt_alone_sets_it_aside(world: World) -> None:
     world.hold_out(6)
     prompts = prompts_of(world)

@@ -122,3 +122,12 @@ def test_it_says_what_whole_tasks_lack(tasks: dict[str, str], recent: Recent, wo
 
     assert bool(said) == bool(words)
     assert all(words in line for line in said)
+
+
+def test_a_store_that_cannot_be_read_is_named_without_its_password() -> None:
+    url = "postgresql://127.0.0.1:1/db?user=x&password=s3cret"
+
+    said = report_lines(Facts(now=1.0, settings=Settings(store={"url": url})), ())
+
+    assert "has no records yet" in said[0]
+    assert "s3cret" not in said[0]
