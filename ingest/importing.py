@@ -167,7 +167,7 @@ def _spans(lines: Iterable[bytes]) -> Iterator[tuple[int, int]]:
     row_column = 0
     for line in lines:
         head = line[: len(line) - len(line.lstrip(_HEAD))]
-        column, last = len(head.replace(BOM_UTF8, b"")), len(line.rstrip())
+        column, last = len(head.translate(None, b"," + BOM_UTF8)), len(line.rstrip())
         begins = line[len(head) : len(head) + 1] == b"{" and column in (0, row_column)
         if depth and fresh and last:  # the second line of a row: is what the row holds indented?
             fresh, indented = False, begins or (line[:1].isspace() and column > row_column)

@@ -349,6 +349,7 @@ def test_a_bad_row_costs_itself_in_each_form_of_a_file(
         ("[%s, %s", 2, {"not_json": 1}),
         ('[{"id": 1, \n %s, \n %s]', 2, {"not_json": 1}),  # as json_agg of PostgreSQL writes it
         ('[%s\n,{"id": 1\n,%s\n]', 2, {"not_json": 1}),
+        ('[\n%s\n,{"id": 1\n,%s\n]', 2, {"not_json": 1}),
         ("{\n%s\n%s", 2, {"not_json": 1}),
         ('[\n  {\n  {\n    "id": 1\n  }\n]', 0, {"not_json": 1, "no_time": 1}),
         ('[\n{\n\n"a": [\n{\n"b": 1\n}\n]\n},\n%s\n]', 1, {"no_time": 1}),
