@@ -220,8 +220,7 @@ class Replay:
             for one in asking:  # what one of them raises ends all of them
                 one.cancel()
             found = await asyncio.gather(*asking, return_exceptions=True)
-            raised = (one for one in found if isinstance(one, Exception))
-            error = next(raised, None)
+            error = next((one for one in found if isinstance(one, Exception)), None)
             ends: list[Comparison] = []
             for prompt, made in zip(batch, found, strict=True):
                 if isinstance(made, BaseException):
@@ -236,11 +235,12 @@ class Replay:
             if interrupted is not None:
                 self._stopped = "it was interrupted"
                 raise interrupted
-            if error is not None:
+            if isinstance(error, ReplayError):
                 self._stopped = str(error)
-                if not isinstance(error, ReplayError):
-                    self._stopped = f"{type(error).__name__}: {error}"
-                    log.error("replay_failed", exc_info=error)
+                return
+            if error is not None:
+                self._stopped = f"{type(error).__name__}: {error}"
+                log.error("replay_failed", exc_info=error)
                 return
             left = len(prompts) - len(self._made)
             if left and proof_rule.harm(self._quality) is not None:

@@ -77,9 +77,10 @@ def replay(
     begins_at = max(0.0, begun_at - length_s)
     with open_store(settings, contents=True) as database:
         drawn, trial, folders = _drawn(settings, database, candidate, against, begins_at, prompts)
-        oldest = min(one.asked_at for one in drawn)
+        if len(drawn) == prompts:  # older ones were not drawn
+            begins_at = max(begins_at, min(one.asked_at for one in drawn))
         made, interrupted = asyncio.run(_play(settings, database, trial, drawn, folders))
-    report = made.report(since=max(begins_at, oldest) if len(drawn) == prompts else begins_at)
+    report = made.report(since=begins_at)
     say_either(output, asdict(report), lines_of(report))
     if interrupted:
         raise typer.Exit(INTERRUPTED)
@@ -233,12 +234,9 @@ async def _loaded(settings: Settings, database: Database, folders: Folders) -> A
                 if name not in loaded or name.startswith(FOLDER_NAME):
                     ours.add((url, name))
                 if name not in loaded:
-                    loads.append(
-                        asyncio.create_task(load_checked(controls[url], name, path, digest))
-                    )
-                    await asyncio.shield(
-                        loads[-1]
-                    )  # a load that was begun can be undone at its end
+                    loading = load_checked(controls[url], name, path, digest)
+                    loads.append(asyncio.create_task(loading))
+                    await asyncio.shield(loads[-1])  # it can be undone only when it has ended
 
         async def load() -> None:
             """Raises: EngineError when no vLLM has both; as `load_checked`."""

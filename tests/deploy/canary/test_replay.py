@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
 import pytest
 from sqlalchemy import update
 
-from deploy.canary.replay import GIVE_UP_AFTER, Prompt, Replay, Report, draw, lines_of
+from deploy.canary.replay import GIVE_UP_AFTER, Load, Prompt, Replay, Report, draw, lines_of
 from deploy.errors import EngineError, InvalidAdapterError
 from deploy.records import trial_of
 from ingest.errors import (
@@ -44,6 +44,21 @@ def prompts_of(world: World, *, since: float = 0.0, limit: int = 200) -> list[Pr
         )
 
 
+def replay_of(world: World, load: Load, sleep: Callable[[float], Awaitable[object]]) -> Replay:
+    return Replay(
+        trial_of(world.line.name, NEW, OLD, "salt"),
+        sampler=world.sampler,
+        room=world.room,
+        judge=world.judge,
+        rules=world.rules,
+        judging=world.judging,
+        view=JudgeView(world.privacy),
+        parallel=2,
+        load=load,
+        sleep=sleep,
+    )
+
+
 async def played(
     world: World,
     prompts: list[Prompt],
@@ -63,18 +78,7 @@ async def played(
             loads.append("load")
         raise load_error or EngineError("still away")
 
-    replay = Replay(
-        trial_of(world.line.name, NEW, OLD, "salt"),
-        sampler=world.sampler,
-        room=world.room,
-        judge=world.judge,
-        rules=world.rules,
-        judging=world.judging,
-        view=JudgeView(world.privacy),
-        parallel=2,
-        load=load,
-        sleep=sleep,
-    )
+    replay = replay_of(world, load, sleep)
     await replay.run(prompts, lambda done: None)
     return replay.report(since=0.0)
 
@@ -267,18 +271,7 @@ async def test_an_interrupted_one_says_so_and_keeps_what_was_answered(world: Wor
         waits.set()
         await asyncio.Event().wait()
 
-    replay = Replay(
-        trial_of(world.line.name, NEW, OLD, "salt"),
-        sampler=world.sampler,
-        room=world.room,
-        judge=world.judge,
-        rules=world.rules,
-        judging=world.judging,
-        view=JudgeView(world.privacy),
-        parallel=2,
-        load=no_load,
-        sleep=sleep,
-    )
+    replay = replay_of(world, no_load, sleep)
     waiting = asyncio.ensure_future(replay.run(prompts_of(world), lambda done: None))
     await waits.wait()
     waiting.cancel()
