@@ -152,14 +152,13 @@ def restore(folder: Path, store: Path, *, now: Callable[[], float] = time.time) 
     end = f".before-{now():.0f}"
     fresh = store.with_name(f"{store.name}.restored")
     try:
-        for path, digest in made.adapters.items():
-            _put_back(folder / "adapters" / digest, Path(path), digest, end)
         store.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        owner = (store if store.exists() else store.parent).stat()
+        for path, digest in made.adapters.items():
+            _put_back(folder / "adapters" / digest, Path(path), digest, end, owner)
         shutil.copyfile(folder / STORE, fresh)
         fresh.chmod(0o600)
-        owner = (store if store.exists() else store.parent).stat()
-        if os.geteuid() == 0:  # the processes are another user's
-            os.chown(fresh, owner.st_uid, owner.st_gid)
+        _give(fresh, owner)
         _number_anew(fresh, int(now()))
         sync(fresh)
         _refuse_open(store)
@@ -225,7 +224,7 @@ def _copy(folder: Path, target: Path, one: Callable[[Path, Path], object]) -> No
     sync(target)
 
 
-def _put_back(source: Path, target: Path, digest: str, end: str) -> None:
+def _put_back(source: Path, target: Path, digest: str, end: str, owner: os.stat_result) -> None:
     if target.exists():
         try:
             return _check(target, digest)
@@ -235,9 +234,18 @@ def _put_back(source: Path, target: Path, digest: str, end: str) -> None:
     for left in target.parent.glob(".restored-*"):  # by a restore that was killed
         shutil.rmtree(left)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".restored-") as fresh:
-        _copy(source, Path(fresh) / digest, shutil.copy2)
-        (Path(fresh) / digest).rename(target)
+        copied = Path(fresh) / digest
+        _copy(source, copied, shutil.copy2)
+        for path in (copied, *copied.iterdir()):
+            _give(path, owner)
+        copied.rename(target)
     return sync(target.parent)
+
+
+def _give(path: Path, owner: os.stat_result) -> None:
+    """Let root restore what another user's processes read and write."""
+    if os.geteuid() == 0:
+        os.chown(path, owner.st_uid, owner.st_gid)
 
 
 def _refuse_open(store: Path) -> None:

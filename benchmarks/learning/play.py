@@ -101,12 +101,16 @@ class Played:
     """Selection and training."""
 
 
-def play(task: Task, kinds: Sequence[Kind], seed: int, plan: Plan, kept: Kept) -> list[Played]:
-    """Play one night, or what is not kept of it. Its folder gets the adapters and vLLM's log.
+def play(
+    task: Task, kinds: Sequence[Kind], seed: int, plan: Plan, kept: Kept, runs: Kept
+) -> list[Played]:
+    """Play one night, or what is not kept of it.
+
+    kept: the answers; its folder gets the adapters and vLLM's log. runs: what each run did.
 
     Raises: RuntimeError when vLLM does not come up, SamplingError, LearnerError.
     """
-    found = {kind: one for kind in kinds if (one := kept.get(kind, Played)) is not None}
+    found = {kind: one for kind in kinds if (one := runs.get(kind, Played)) is not None}
     if len(found) < len(kinds):
         prompts = drawn(task.train, plan.groups, seed)
         with vllm(kept.folder) as url:
@@ -119,7 +123,7 @@ def play(task: Task, kinds: Sequence[Kind], seed: int, plan: Plan, kept: Kept) -
                     scored = _scored(prompts, night.answers, kind, str(seed), "base")
                     noise = measured_noise(prompts, night.answers, kind, seed)
                     used = scored[: plan.few] if kind == "few" else scored
-                    found[kind] = kept.put(
+                    found[kind] = runs.put(
                         kind,
                         _run(url, task, kind, seed, plan, used, noise, night.before, kept.folder),
                     )

@@ -31,7 +31,7 @@ TASKS: Final[dict[str, Callable[[], Task]]] = {
     "tools": tools,
 }
 WORK: Final = Path(__file__).resolve().parents[2] / ".bench/learning"
-"""The adapters and logs of the latest night of each task and seed stay here."""
+"""The answers, adapters and logs of the latest night of each task and seed stay here."""
 RESAMPLES: Final = 4_000
 TAIL: Final = 0.025
 """Probability on each side of a 95% interval."""
@@ -97,11 +97,11 @@ def main(argv: Sequence[str]) -> int:
             kept = Kept(folder, sizes, resume=options.resume)
             wanted = options.kind or KINDS
             kinds = [kind for kind in wanted if seed == 1 or kind in EACH_SEED]
-            night = (
-                play_ages(task, seed, plan, kept)
-                if options.ages
-                else play(task, kinds, seed, plan, kept)
-            )
+            if options.ages:
+                night = play_ages(task, seed, plan, kept)
+            else:
+                made = Kept(options.out / f"learning/{name}-{seed}", sizes, resume=options.resume)
+                night = play(task, kinds, seed, plan, kept, made)
             played += night
             for one in night:
                 print(f"  {row(one)}", file=sys.stderr, flush=True)

@@ -19,10 +19,12 @@ from benchmarks.learning.play import (
     Plan,
     Played,
     measured_noise,
+    play,
     play_ages,
     scored_group,
 )
 from benchmarks.learning.run import (
+    KINDS,
     _targets,
     _targets_of_ages,
     gains,
@@ -199,3 +201,27 @@ def test_old_groups_are_learned_from_beside_fresh_ones_of_the_same_parent(
     assert [one.before.rewards[0] for one in found] == [0.0, 0.25, 0.25, 0.5, 0.5, 0.75, 0.75]
     assert [one.holds for one in _targets_of_ages("t", found, {})] == [True] * 3
     assert [one.holds for one in _targets_of_ages("t", [], {})] == [False] * 3
+
+
+def test_a_finished_run_is_kept_when_the_answers_of_its_night_are_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+
+    def learn(_: str, task: Any, kind: str, *rest: Any) -> Played:
+        made.append(kind)
+        return run(exam(0.0), exam(0.25), kind=kind)
+
+    monkeypatch.setattr(night, "vllm", lambda folder: nullcontext("url"))
+    monkeypatch.setattr(night, "sample", lambda _, prompts, **__: [ANSWERS] * len(prompts))
+    monkeypatch.setattr(night, "_run", learn)
+    monkeypatch.setattr(night, "_exam", lambda *_: exam(0.0))
+    plan = Plan(groups=4, few=2, size=8, exam_answers=1, learner=Learner())
+    runs = tmp_path / "runs"
+
+    for kinds in (KINDS[:1], KINDS[:2], KINDS[:2]):
+        answers = Kept(tmp_path / "night", {}, resume=False)
+        played = play(support(), kinds, 1, plan, answers, Kept(runs, {}, resume=True))
+        assert [one.kind for one in played] == list(kinds)
+
+    assert made == list(KINDS[:2])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import shutil
 import sqlite3
 import threading
@@ -140,6 +141,27 @@ def test_an_altered_adapter_is_left_out_and_named(store: Path, tmp_path: Path) -
     assert "other bytes" in made.missing[str(first)]
     assert str(second) in made.missing
     assert read_backup(tmp_path / "kept") == made
+
+
+def test_what_root_restores_belongs_to_the_owner_of_the_store(
+    world: World, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    back_up(store, tmp_path / "kept")
+    first, _ = folders(store)
+    files = {file.name for file in first.iterdir()}
+    shutil.rmtree(first)
+    world.database.close()
+    given = dict[str, tuple[int, int]]()
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(os, "chown", lambda path, *ids: given.update({Path(path).name: ids}))
+
+    restore(tmp_path / "kept", store)
+
+    owner = store.stat()
+    digest = folder_digest(first)
+    assert given == dict.fromkeys(
+        {f"{store.name}.restored", digest, *files}, (owner.st_uid, owner.st_gid)
+    )
 
 
 @pytest.fixture
