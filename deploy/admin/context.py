@@ -13,7 +13,7 @@ from deploy.admin.progress import ProgressReader
 from deploy.admin.reception import Refusals
 from deploy.conditions import control_conditions, in_order, read_conditions
 from deploy.engine.reconcile import EngineView, Fleet
-from deploy.errors import UnknownCanaryError, UnknownProjectError
+from deploy.errors import UnknownProjectError
 from deploy.examiner import Examiner
 from deploy.funnel import read_funnel
 from deploy.registry import canaries, versions
@@ -88,10 +88,8 @@ class AdminContext:
 
         Raises: UnknownCanaryError; UnknownProjectError.
         """
-        row = canaries.find_row(session, canary_id)
-        if project is not None and row.model != self.line_of(project):
-            raise UnknownCanaryError(f"no canary {canary_id} of project {project}")
-        return row
+        line = self.line_of(project) if project is not None else None
+        return canaries.find_row(session, canary_id, line)
 
     @property
     def all_lines(self) -> tuple[Line, ...]:

@@ -78,6 +78,7 @@ Row = TypeVar("Row")
 OutT = TypeVar("OutT")
 MOST_STEPS = 2_000
 """Steps of a run that are shown."""
+_NO_EXCHANGE = "no exchange {}; ingest stores it a little later"
 
 
 def record_router(context: AdminContext) -> APIRouter:
@@ -122,12 +123,13 @@ def _add_groups(router: APIRouter, context: AdminContext) -> None:
     def group(group_id: str, project: OfProject = None) -> GroupDetailOut:
         with database.read() as session:
             row = session.scalar(select(GroupRow).where(GroupRow.group_id == group_id))
+            unknown = f"no group {group_id}"
             if row is None:
-                raise UnknownRecordError(f"no group {group_id}")
+                raise UnknownRecordError(unknown)
             if project is not None:
                 its = select(ExchangeRow.project).where(ExchangeRow.exchange_id == row.exchange_id)
                 asked_by = row.project or session.scalar(its)
-                _check_line(context, project, asked_by, f"group {group_id}")
+                _check_line(context, project, asked_by, unknown)
             answers = session.scalars(
                 select(AnswerRow).where(AnswerRow.group_id == group_id).order_by(AnswerRow.index)
             )
@@ -169,9 +171,10 @@ def _add_task_groups(router: APIRouter, context: AdminContext) -> None:
         """One group of whole sessions, with its sessions, without what was said."""
         with database.read() as session:
             found = session.scalar(select(row).where(row.group_id == task_group_id))
+            unknown = f"no task group {task_group_id}"
             if found is None:
-                raise UnknownRecordError(f"no task group {task_group_id}")
-            _check_line(context, project, found.project, f"task group {task_group_id}")
+                raise UnknownRecordError(unknown)
+            _check_line(context, project, found.project, unknown)
             with naming(f"task group {task_group_id}"):
                 members = map(TaskMemberOut.of_record, members_of(session, task_group_id))
                 return TaskGroupDetailOut.of_record(found, members=[*members])
@@ -195,10 +198,9 @@ def _add_history(router: APIRouter, context: AdminContext) -> None:
         """One run, with its steps."""
         steps = select(RunStepRow).where(RunStepRow.run_id == run_id)
         steps = steps.order_by(RunStepRow.step.desc()).limit(MOST_STEPS)
+        line = context.line_of(project) if project is not None else None
         with database.read() as session, naming(f"run {run_id}"):
-            row = _find_run(session, context.model, run_id)
-            if project is not None and row.model != context.line_of(project):
-                raise UnknownRecordError(f"no run {run_id} of project {project}")
+            row = _find_run(session, context.model, run_id, line)
             page = page_of(
                 session.scalars(steps).all()[::-1],
                 show=lambda row: RunStepOut(step=row.step, at=row.at, figures=row.body),
@@ -211,7 +213,7 @@ def _add_history(router: APIRouter, context: AdminContext) -> None:
         its = select(ExchangeRow.project).where(ExchangeRow.exchange_id == exchange_id)
         with database.read() as session:
             if project is not None:
-                _check_line(context, project, session.scalar(its), f"exchange {exchange_id}")
+                _check_line(context, project, session.scalar(its), _NO_EXCHANGE.format(exchange_id))
             with naming(f"exchange {exchange_id}"):
                 return _exchange(session, exchange_id)
 
@@ -265,14 +267,15 @@ def _add_sessions(router: APIRouter, context: AdminContext) -> None:
 
 
 def _check_line(
-    context: AdminContext, project: str | None, asked_by: str | None, name: str
+    context: AdminContext, project: str | None, asked_by: str | None, unknown: str
 ) -> None:
     """Raises: UnknownRecordError for a record of another line than the one that is asked for.
 
-    asked_by: the project of its requests.
+    asked_by: the project of its requests. unknown: what is said of a record that does not exist, so
+    that a token of one project cannot tell what others have.
     """
     if project is not None and not context.whole_line(project).has(asked_by or ""):
-        raise UnknownRecordError(f"no {name} of project {project}")
+        raise UnknownRecordError(unknown)
 
 
 def _told(notes: Annotations) -> dict[str, Any]:
@@ -356,7 +359,7 @@ def _reply(session: Session, row: AnswerRow | ChoiceRow) -> dict[str, Any]:
 def _exchange(session: Session, exchange_id: str) -> ExchangeOut:
     row = session.scalar(select(ExchangeRow).where(ExchangeRow.exchange_id == exchange_id))
     if row is None:
-        raise UnknownRecordError(f"no exchange {exchange_id}; ingest stores it a little later")
+        raise UnknownRecordError(_NO_EXCHANGE.format(exchange_id))
     choices = session.scalars(
         select(ChoiceRow).where(ChoiceRow.exchange_id == exchange_id).order_by(ChoiceRow.index)
     )
@@ -372,10 +375,10 @@ def _exchange(session: Session, exchange_id: str) -> ExchangeOut:
     )
 
 
-def _find_run(session: Session, model: str, run_id: str) -> RunRow:
+def _find_run(session: Session, model: str, run_id: str, line: str | None) -> RunRow:
     """Raises: UnknownRecordError."""
     row = session.get(RunRow, run_id)
-    if row is None or public_model(row.model) != model:
+    if row is None or public_model(row.model) != model or line not in (None, row.model):
         raise UnknownRecordError(f"no run {run_id}; `sidecar runs ls` has them")
     return row
 

@@ -133,10 +133,10 @@ def active(session: Session, model: str) -> Canary | None:
     return to_canary(row) if row is not None else None
 
 
-def find_row(session: Session, canary_id: str) -> CanaryRow:
-    """Return the row of a canary by its id. Raises: UnknownCanaryError."""
+def find_row(session: Session, canary_id: str, line: str | None = None) -> CanaryRow:
+    """Return the row of a canary by its id; with a line only of it. Raises: UnknownCanaryError."""
     row = session.get(CanaryRow, canary_id)
-    if row is None:
+    if row is None or line not in (None, row.model):
         raise UnknownCanaryError(
             f"no canary {canary_id}; `sidecar canary get` shows the active one"
         )

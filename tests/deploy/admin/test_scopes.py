@@ -16,9 +16,11 @@ from deploy.admin import reception
 from deploy.admin.auth import grant_of
 from deploy.admin.client import is_of_a_line
 from deploy.admin.wire import MOST, NEEDED, PREFIX, scopes_of
+from sidecar.lines import lines_of
 from sidecar.settings.kinds import AdminScope
 from sidecar.settings.sections import Admin
-from sidecar.store.models import AuditRow
+from sidecar.store.models import AuditRow, GroupRow
+from support.finished_run import finished_run
 
 if TYPE_CHECKING:
     from tests.deploy.conftest import Api, MakeApi, World
@@ -111,6 +113,29 @@ async def test_a_token_of_a_project_asks_about_that_alone(
         of_all = path.startswith("/audit")
         hint = "not about one project alone" if of_all else "send ?project=sales or ?project=shop"
         assert hint in reply.json()["detail"]
+
+
+async def test_a_token_of_a_project_cannot_tell_which_records_others_have(
+    world: World, make_api: MakeApi
+) -> None:
+    api = make_api("t", scopes="content@shop", lines=lines_of("m", ["shop"]))
+    canary = world.start(world.register(1)).canary_id
+    exchange = world.serve("s")
+    with world.database.write() as session:
+        group = GroupRow(
+            group_id="group", exchange_id=exchange, session_key="s", adapter="base",
+            status="scored", created_at=1.0,
+        )  # fmt: skip
+        session.add_all([finished_run("run"), group])
+    theirs = {"canaries": canary, "exchanges": exchange, "runs": "run", "groups": "group"}
+
+    for kind, record in theirs.items():
+        path = f"/admin/v1/{kind}/{{}}?project=shop"
+        found = await api.client.get(path.format(record), headers=AS_T)
+        missing = await api.client.get(path.format("nothing"), headers=AS_T)
+        assert (found.status_code, missing.status_code) == (404, 404)
+        assert found.json()["detail"] == missing.json()["detail"].replace("nothing", record)
+    assert (await api.client.get("/admin/v1/groups/group", headers=AS_T)).status_code == 403
 
 
 @pytest.mark.parametrize(

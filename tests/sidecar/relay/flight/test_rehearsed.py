@@ -153,8 +153,8 @@ async def test_a_ticket_tells_of_nobodys_session(
     sent = lines(attempt_headers(make_secret(state_dir), ATTEMPT))
     body = json.dumps({"session_id": "a-users-session", "success": False})
     request = (
-        f"POST /sidecar/v1/{kind} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-        f"{sent}Content-Length: {len(body)}\r\n\r\n{body}"
+        f"POST /sidecar/v1/{kind} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+        f"Content-Type: application/json\r\n{sent}Content-Length: {len(body)}\r\n\r\n{body}"
     )
 
     status, _, _ = wire.split(await running.send(request.encode()))
