@@ -337,6 +337,7 @@ class Dial:
         while True:
             event = parser.next_event()
             if event is h11.NEED_DATA:
+                assert not (self._at_end and raw), f"the relay closed within a reply: {raw!r}"
                 data = await self._read()
                 if not data and not raw:
                     return None
