@@ -1,7 +1,7 @@
 """The images, run as compose.yaml runs them beside a fake vLLM: any container may be killed.
 
 SIDECAR_TEST_IMAGES asks for it: `localhost/learning-sidecar` stands for the images
-`localhost/learning-sidecar-proxy` and `-control`. docs/install.md says how they are made.
+`localhost/learning-sidecar-proxy` and `-control`. `.ci/images` makes them and runs this.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def ours(services: dict[str, Any], environment: dict[str, str], stack: Stack) ->
 @pytest.fixture
 def stack(request: pytest.FixtureRequest) -> Iterator[Stack]:
     if not IMAGES:
-        pytest.skip("SIDECAR_TEST_IMAGES names no images (docs/install.md)")
+        pytest.skip("SIDECAR_TEST_IMAGES names no images; .ci/images makes them")
     tool("podman", "apt-get install podman")
     broker: Broker = request.getfixturevalue("broker")  # it starts a server
     with ExitStack() as ended, vllm_in_thread(Talking()) as (vllm, _):
