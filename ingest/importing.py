@@ -149,7 +149,8 @@ def open_rows(path: Path) -> Iterator[Row]:
     UTF-8.
     """
     if not path.is_file():
-        raise OSError(f"{path} is no plain file; unpack it into one")
+        found = "no plain file; unpack it into one" if path.exists() else "not there"
+        raise OSError(f"{path} is {found}")
     with path.open("rb") as file:
         begins = file.read(4)
         file.seek(0)

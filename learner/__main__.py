@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import uuid
+from contextlib import closing
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -66,7 +67,7 @@ def _main(argv: list[str] | None) -> int:
         with_pack_tokens,
     )
     from learner.patience import when_unlocked
-    from learner.progress.watch import note_missing
+    from learner.progress.watch import Missing, note_missing
     from learner.ready import why_no_packages, why_not_ready
     from learner.replay import replay
     from learner.schedule.loop import run_schedule
@@ -95,6 +96,10 @@ def _main(argv: list[str] | None) -> int:
         # Where another machine learns, the schedule only waits, and a run asked of it says this.
         if lacks and (trains or settings.learner.schedule != "manual"):
             sys.stderr.write(f"learner: {lacks}\n")
+            if args.worker is not None:  # the run that `sidecar learner run` asked for
+                missing = Missing("learner.schedule", lacks)
+                with closing(Database(settings.store.url, open_keyring(settings.store))) as store:
+                    note_missing([missing], store, now=time.time())
             return 1
         place = given_place(os.environ) if args.once else None
         configure_logging(telemetry_of(settings.telemetry, place), "learn")

@@ -28,6 +28,7 @@ from ingest.verifiers.hook import prove_all
 from ingest.verifiers.records import Failure
 from ingest.verifiers.rewarding import BECOMES, close_checkers, kind_of, open_checkers
 from ingest.verifiers.state import failure_words
+from sidecar.processes import missing_packages
 from sidecar.settings import HttpVerifier, Judge, Serving, Settings, VerifierSection
 from sidecar.upstreams import Upstreams
 
@@ -75,7 +76,8 @@ _SETTINGS: Final[Mapping[str, str]] = {
 """Reason for which a judge gave no scores -> the setting that concerns it."""
 NO_JUDGE = warning(
     "judge.model",
-    "there is no judge: only outcomes of whole tasks are learned from; name a LiteLLM model",
+    "there is no judge: only outcomes of whole tasks can be learned from (tasks.learn); name a "
+    "LiteLLM model",
     "no_judge",
 )
 
@@ -120,6 +122,8 @@ class _Asked:
         settings, section = self._settings, self._section
         if not settings.model:
             return NO_JUDGE
+        if lacks := missing_packages("judge"):
+            return error(f"{section}.model", lacks, section)
         outcome = await ask_probe(self.judge, settings, seed=0, on_call=lambda _: None)
         if not isinstance(outcome, (SetAside, Unanswered)):
             return None

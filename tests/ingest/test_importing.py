@@ -437,6 +437,8 @@ def test_a_pipe_is_no_file(tmp_path: Path) -> None:
 
     with pytest.raises(OSError, match="no plain file"):
         new_import().read([tmp_path / "pipe"])
+    with pytest.raises(OSError, match="mistyped is not there"):
+        new_import().read([tmp_path / "mistyped"])
 
 
 def test_a_name_that_one_request_has_names_no_session(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,21 @@ def test_a_schedule_by_hand_goes_on_and_measures_nothing(
     """Another machine learns; a run asked of this one says what it lacks."""
     assert main(config("manual")) == 0
     assert started == ["schedule"]
+
+
+def test_a_run_that_was_asked_for_and_lacks_packages_is_a_condition(
+    config: Callable[[str], list[str]], started: list[str], tmp_path: Path
+) -> None:
+    with closing(Database(f"sqlite:///{tmp_path}/store.db")) as store:
+        store.upgrade()
+
+        assert main([*config("manual"), "--worker", "0"]) == 1
+
+        with store.read() as session:
+            (found,) = read_all(session)
+    assert (found.code, found.state) == ("learner_cannot_run", "act")
+    assert WHAT.removeprefix("learner: ") in found.message
+    assert started == []
 
 
 def test_unsound_settings_are_told_before_missing_packages(
