@@ -28,7 +28,7 @@ from sqlalchemy.engine import make_url
 from deploy.errors import BackupError
 from learner.adapter_folder import CONFIG, folder_digest
 from learner.resume import remove_folder, sync
-from sidecar.store.engines import with_driver
+from sidecar.store.engines import newest_revision, with_driver
 
 STORE: Final = "store.db"
 MANIFEST: Final = "backup.json"
@@ -141,24 +141,28 @@ def restore(folder: Path, store: Path, *, now: Callable[[], float] = time.time) 
     What was there is kept beside it under a name that ends in `.before-<unix seconds>`. The
     processes must have ended. Returns: the backup; what is in its `missing` was left as it is.
     Raises: BackupError, before anything is changed if the backup is not whole, a path of it holds
-    something else than an adapter, or the store is open.
+    something else than an adapter, or the store is open or another user's.
     """
-    made = read_backup(folder)
-    for there in map(Path, made.adapters):
-        odd = not there.is_absolute() or ".." in there.parts
-        if odd or (there.exists() and not (there / CONFIG).is_file()):
-            raise BackupError(f"{there} is no folder of an adapter: nothing was restored")
+    refuse_other_owner(store)
+    store, made = store.resolve(), read_backup(folder)  # a link goes on naming the store
+    for path, digest in made.adapters.items():
+        try:
+            odd = not Path(path).is_absolute() or ".." in Path(path).parts
+            odd = odd or not _may_be_adapter(Path(path), digest)
+        except (OSError, ValueError) as error:
+            raise BackupError(f"{path[:200]!r} is no path: {error}") from error
+        if odd:
+            raise BackupError(f"{path} is no folder of an adapter: nothing was restored")
     _refuse_open(store)
     end = f".before-{now():.0f}"
     fresh = store.with_name(f"{store.name}.restored")
     try:
+        fresh.unlink(missing_ok=True)  # of a restore that was killed, or a link
         store.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        owner = (store if store.exists() else store.parent).stat()
         for path, digest in made.adapters.items():
-            _put_back(folder / "adapters" / digest, Path(path), digest, end, owner)
+            _put_back(folder / "adapters" / digest, Path(path), digest, end)
         shutil.copyfile(folder / STORE, fresh)
         fresh.chmod(0o600)
-        _give(fresh, owner)
         _number_anew(fresh, int(now()))
         sync(fresh)
         _refuse_open(store)
@@ -173,6 +177,21 @@ def restore(folder: Path, store: Path, *, now: Callable[[], float] = time.time) 
         fresh.unlink(missing_ok=True)
         raise BackupError(f"{store}: not restored: {error}") from error
     return made
+
+
+def refuse_other_owner(store: Path) -> None:
+    """Raises: BackupError for root, whose files the processes of another user could not write."""
+    there = next(one for one in (store, *store.absolute().parents) if one.exists())
+    owner = there.stat().st_uid
+    if os.geteuid() == 0 != owner:
+        raise BackupError(f"{there} belongs to the user {owner}: restore as that one, by sudo -u")
+
+
+def _may_be_adapter(there: Path, digest: str) -> bool:
+    """True for an adapter, also a damaged one or an empty folder, and where nothing is."""
+    if not there.exists() or (there / CONFIG).is_file():
+        return True
+    return there.is_dir() and (there.name == digest or not any(there.iterdir()))
 
 
 def _number_anew(store: Path, generation: int) -> None:
@@ -192,6 +211,10 @@ def _named_by(store: Path) -> dict[str, str]:
         [(sound,)] = connection.execute("PRAGMA quick_check(1)").fetchall()
         if sound != "ok":
             raise BackupError(f"the store is damaged: {sound}; docs/upgrade.md says how to save it")
+        query = "SELECT max(version_num) FROM alembic_version"
+        [(revision,)] = connection.execute(query).fetchall()
+        if (revision or "") > newest_revision():
+            raise BackupError(f"a newer release made the store ({revision}): use that one")
         rows = connection.execute(
             "SELECT DISTINCT path, digest FROM adapter_version WHERE removed_at IS NULL"
         )
@@ -224,7 +247,7 @@ def _copy(folder: Path, target: Path, one: Callable[[Path, Path], object]) -> No
     sync(target)
 
 
-def _put_back(source: Path, target: Path, digest: str, end: str, owner: os.stat_result) -> None:
+def _put_back(source: Path, target: Path, digest: str, end: str) -> None:
     if target.exists():
         try:
             return _check(target, digest)
@@ -232,20 +255,13 @@ def _put_back(source: Path, target: Path, digest: str, end: str, owner: os.stat_
             target.rename(target.with_name(target.name + end))
     target.parent.mkdir(parents=True, exist_ok=True)
     for left in target.parent.glob(".restored-*"):  # by a restore that was killed
-        shutil.rmtree(left)
+        remove_folder(left)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".restored-") as fresh:
         copied = Path(fresh) / digest
         _copy(source, copied, shutil.copy2)
-        for path in (copied, *copied.iterdir()):
-            _give(path, owner)
         copied.rename(target)
+    target.chmod(0o555)  # as the learner leaves it: vLLM may be another user
     return sync(target.parent)
-
-
-def _give(path: Path, owner: os.stat_result) -> None:
-    """Let root restore what another user's processes read and write."""
-    if os.geteuid() == 0:
-        os.chown(path, owner.st_uid, owner.st_gid)
 
 
 def _refuse_open(store: Path) -> None:

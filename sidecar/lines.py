@@ -35,11 +35,6 @@ class Line:
         """The project whose line this is; None: the default line."""
         return project_of(self.name)
 
-    @property
-    def words(self) -> str:
-        """The line in words, for messages."""
-        return "the default line" if self.project is None else f"the line of {self.project}"
-
     def has(self, project: str | None) -> bool:
         """Return True if this line answers requests of a project. None: no project is known."""
         if self.project is not None:

@@ -123,13 +123,13 @@ def _add_groups(router: APIRouter, context: AdminContext) -> None:
     def group(group_id: str, project: OfProject = None) -> GroupDetailOut:
         with database.read() as session:
             row = session.scalar(select(GroupRow).where(GroupRow.group_id == group_id))
-            unknown = f"no group {group_id}"
-            if row is None:
-                raise UnknownRecordError(unknown)
-            if project is not None:
-                its = select(ExchangeRow.project).where(ExchangeRow.exchange_id == row.exchange_id)
+            its, asked_by = select(ExchangeRow.project), None
+            if project is not None and row is not None:
+                its = its.where(ExchangeRow.exchange_id == row.exchange_id)
                 asked_by = row.project or session.scalar(its)
-                _check_line(context, project, asked_by, unknown)
+            _check_line(context, project, asked_by, f"no group {group_id}")
+            if row is None:
+                raise UnknownRecordError(f"no group {group_id}")
             answers = session.scalars(
                 select(AnswerRow).where(AnswerRow.group_id == group_id).order_by(AnswerRow.index)
             )
@@ -172,9 +172,9 @@ def _add_task_groups(router: APIRouter, context: AdminContext) -> None:
         with database.read() as session:
             found = session.scalar(select(row).where(row.group_id == task_group_id))
             unknown = f"no task group {task_group_id}"
+            _check_line(context, project, found.project if found else None, unknown)
             if found is None:
                 raise UnknownRecordError(unknown)
-            _check_line(context, project, found.project, unknown)
             with naming(f"task group {task_group_id}"):
                 members = map(TaskMemberOut.of_record, members_of(session, task_group_id))
                 return TaskGroupDetailOut.of_record(found, members=[*members])

@@ -173,10 +173,7 @@ def adapters_prune(
     folders = settings.learner.adapters_dir
     with open_store(settings) as database:
         pruner = Pruner(
-            database=database,
-            adapters_dir=folders,
-            rule=rule,
-            shared=shared_folders(settings),
+            database=database, adapters_dir=folders, rule=rule, shared=shared_folders(settings)
         )
         now = time.time()
         found = pruner.plan(now=now) if dry_run else pruner.prune(now=now, actor=PRUNE_ACTOR)
@@ -282,8 +279,7 @@ CHUNK_BYTES = 1024 * 1024
 def adapters_import(
     context: typer.Context,
     folder: Annotated[
-        Path,
-        typer.Argument(help="a PEFT folder: its config and its safetensors; or a .tar of one"),
+        Path, typer.Argument(help="a PEFT folder: its config and its safetensors; or a .tar of one")
     ],
     reason: GivenReason,
     project: Project = None,

@@ -37,8 +37,7 @@ TELL_EVERY = 10
 def replay(
     context: typer.Context,
     candidate: Annotated[
-        str,
-        typer.Argument(help="a version, an alias, `base`, or a PEFT folder that vLLM can read"),
+        str, typer.Argument(help="a version, an alias, `base`, or a PEFT folder that vLLM can read")
     ],
     against: Annotated[str, typer.Option(help="a version, an alias or `base`")] = "champion",
     since: Annotated[str, typer.Option(help="how far back: 12h, 7d, 8w")] = "7d",
@@ -90,12 +89,7 @@ def replay(
 
 
 def _drawn(
-    settings: Settings,
-    database: Database,
-    candidate: str,
-    against: str,
-    since: float,
-    limit: int,
+    settings: Settings, database: Database, candidate: str, against: str, since: float, limit: int
 ) -> tuple[list[Prompt], Canary, Folders]:
     """Draw the prompts. Returns: them, what is compared, and the folders of both.
 
@@ -126,17 +120,10 @@ def _drawn(
         for one in {name, champion} - {BASE, *folders}:
             found = versions.find(session, one)
             folders[one] = make_folder_of(settings)(found.digest, found.path), found.digest
-        if name == champion:
+        if name == champion or len({digest for _, digest in folders.values()}) < len(folders):
             raise ReplayError(f"{candidate} is {against}: name another version by --against")
         trial = trial_of(line.name, name, champion, secrets.token_hex(16))
-        drawn = draw(
-            session,
-            line,
-            trial=trial,
-            since=since,
-            now=time.time(),
-            limit=limit,
-        )
+        drawn = draw(session, line, trial=trial, since=since, now=time.time(), limit=limit)
     if not drawn:
         raise ReplayError(
             "there is no held-out session of this time: give a longer --since, or raise "
@@ -150,11 +137,7 @@ def _drawn(
 
 
 async def _play(
-    settings: Settings,
-    database: Database,
-    trial: Canary,
-    drawn: list[Prompt],
-    folders: Folders,
+    settings: Settings, database: Database, trial: Canary, drawn: list[Prompt], folders: Folders
 ) -> tuple[Replay, bool]:
     """Returns: the replay, and whether it was interrupted."""
     from deploy.canary.replay import Replay
@@ -189,6 +172,7 @@ async def _play(
             try:
                 await made.run(drawn, progress)
             except asyncio.CancelledError:
+                signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would cost the report
                 note("interrupted: what follows is what was found until now")
                 interrupted = True
             return made, interrupted

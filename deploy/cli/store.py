@@ -159,15 +159,16 @@ def store_backup(context: typer.Context, folder: Folder, output: Output = "text"
 def store_restore(context: typer.Context, folder: Folder, output: Output = "text") -> None:
     """Put a backup in the place of the store, and its adapters where they were. Stop everything
     before. What was there is kept beside it."""
-    from deploy.backup import restore, store_file
+    from deploy.backup import refuse_other_owner, restore, store_file
     from deploy.supervise import LOCKED
     from sidecar.processes import only_one
 
     settings = settings_of(context)
+    refuse_other_owner(store := store_file(settings.store.url))  # before root makes the locks
     with ExitStack() as locks:
         for name in ("up", *LOCKED):  # none of them starts meanwhile
             locks.enter_context(only_one(settings.state_dir, name))
-        made = restore(folder, store_file(settings.store.url))
+        made = restore(folder, store)
     print_found({"adapters": len(made.adapters), "made_at": made.made_at}, output)
     _say_missing(made.missing)
 

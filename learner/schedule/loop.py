@@ -257,10 +257,10 @@ class Schedule:
         except StoreError as error:  # `poll` tries again
             log.warning("learn_waits", kind="store", why=str(error))
 
-    def poll(self, elsewhere: str = "") -> Decision | None:
+    def poll(self, elsewhere: bool = False) -> Decision | None:
         """Poll the child process, then start a run if one is due.
 
-        elsewhere: another line, in words, whose run has the device; empty: none.
+        elsewhere: a run of another line has the device.
         Returns: the decision; None while the store is unreachable.
         """
         try:
@@ -374,7 +374,7 @@ class Schedule:
         if is_dead(row, self._clock()):  # else somebody goes on with it already
             row.reason = f"its process {ended_words(code)}; {GOES_ON}"
 
-    def _situation(self, session: Session, elsewhere: str) -> Situation:
+    def _situation(self, session: Session, elsewhere: bool) -> Situation:
         model, settings, now = self.line.name, self._settings.learner, self._clock()
         self._hold.shorten(now)
         groups = count_fresh(
@@ -421,7 +421,7 @@ class InTurn:
             schedule.reap()
         for schedule in list(self._schedules):
             busy = next((one for one in self._schedules if one.running), None)
-            elsewhere = "" if busy is None or busy is schedule else busy.line.words
+            elsewhere = busy is not None and busy is not schedule
             decision = schedule.poll(elsewhere)
             if decision is not None and decision.start:
                 self._schedules.remove(schedule)

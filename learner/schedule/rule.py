@@ -66,8 +66,8 @@ class Situation:
     now: float
     hold_until: float
     """Unix seconds; after a failure no run starts before then, unless requested."""
-    elsewhere: str = ""
-    """Another line of adapters, in words, whose run has the device; empty: none."""
+    elsewhere: bool = False
+    """A run of another line of adapters has the device; which, a project's token must not learn."""
     unfinished: str | None = None
     """A run that was killed or stopped: a start goes on with it, however few groups wait."""
     held: bool = False
@@ -108,7 +108,7 @@ def decide(seen: Situation) -> Decision:
     """
     found = _decide(seen)
     if found.start and seen.elsewhere:
-        return Decision("running", f"a run of {seen.elsewhere} is in progress")
+        return Decision("running", "a run of another line is in progress")
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -15,11 +16,12 @@ from pathlib import Path
 import pytest
 
 from deploy import backup
-from deploy.backup import Backup, back_up, read_backup, restore, store_file
+from deploy.backup import MANIFEST, STORE, Backup, back_up, read_backup, restore, store_file
 from deploy.cli.main import main
 from deploy.errors import BackupError
 from deploy.registry import versions
 from learner.adapter_folder import WEIGHTS, folder_digest
+from learner.resume import remove_folder
 from sidecar.store.database import Database
 from tests.deploy.conftest import World
 
@@ -143,25 +145,71 @@ def test_an_altered_adapter_is_left_out_and_named(store: Path, tmp_path: Path) -
     assert read_backup(tmp_path / "kept") == made
 
 
-def test_what_root_restores_belongs_to_the_owner_of_the_store(
+def test_root_restores_no_store_of_another_user(
     world: World, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     back_up(store, tmp_path / "kept")
-    first, _ = folders(store)
-    files = {file.name for file in first.iterdir()}
-    shutil.rmtree(first)
     world.database.close()
-    given = dict[str, tuple[int, int]]()
+    if os.geteuid() == 0:
+        os.chown(store, 1234, -1)
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setattr(os, "chown", lambda path, *ids: given.update({Path(path).name: ids}))
+    owner = store.stat().st_uid
+
+    with pytest.raises(BackupError, match=f"belongs to the user {owner}: restore as that one"):
+        restore(tmp_path / "kept", store)
+
+
+def test_links_stay_and_none_is_followed(world: World, store: Path, tmp_path: Path) -> None:
+    back_up(store, tmp_path / "kept")
+    first, _ = folders(store)
+    remove_folder(first)
+    world.database.close()
+    other, disk = tmp_path / "other", tmp_path / "disk.db"
+    other.write_text("kept")
+    store.rename(disk)
+    store.symlink_to(disk)
+    disk.with_name("disk.db.restored").symlink_to(other)
+    first.with_name(".restored-x").symlink_to(other)
 
     restore(tmp_path / "kept", store)
 
-    owner = store.stat()
+    assert other.read_text() == "kept"
+    assert (store.is_symlink(), disk.is_symlink()) == (True, False)
+    assert first.stat().st_mode & 0o777 == 0o555
+    assert champion(store)
+
+
+def test_an_adapter_without_its_config_comes_back(
+    world: World, store: Path, tmp_path: Path
+) -> None:
+    back_up(store, tmp_path / "kept")
+    first, _ = folders(store)
     digest = folder_digest(first)
-    assert given == dict.fromkeys(
-        {f"{store.name}.restored", digest, *files}, (owner.st_uid, owner.st_gid)
-    )
+    remove_folder(first)
+    first.mkdir()  # half of a deletion
+    world.database.close()
+
+    restore(tmp_path / "kept", store)
+
+    assert folder_digest(first) == digest
+
+
+def test_a_backup_by_a_newer_release_changes_nothing(
+    world: World, store: Path, tmp_path: Path
+) -> None:
+    kept = tmp_path / "kept"
+    made = back_up(store, kept)
+    world.database.close()
+    with closing(sqlite3.connect(kept / STORE)) as connection, connection:
+        connection.execute("UPDATE alembic_version SET version_num = '9999'")
+    told = {**asdict(made), "store_sha256": hashlib.sha256((kept / STORE).read_bytes()).hexdigest()}
+    (kept / MANIFEST).write_text(json.dumps(told))
+    before = store.read_bytes()
+
+    with pytest.raises(BackupError, match="a newer release made the store"):
+        restore(kept, store)
+
+    assert store.read_bytes() == before
 
 
 @pytest.fixture

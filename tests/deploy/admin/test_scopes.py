@@ -136,8 +136,10 @@ async def test_a_token_of_a_project_cannot_tell_which_records_others_have(
         assert (found.status_code, missing.status_code) == (404, 404)
         assert found.json()["detail"] == missing.json()["detail"].replace("nothing", record)
     assert (await api.client.get("/admin/v1/groups/group", headers=AS_T)).status_code == 403
-    nobodys = await make_api("t").client.get("/admin/v1/runs/run?project=nobody", headers=AS_T)
-    assert (nobodys.status_code, "nobody has no" in nobodys.text) == (404, True)
+    for kind, record in {**theirs, "task-groups": "nothing"}.items():
+        path = f"/admin/v1/{kind}/{record}?project=nobody"
+        nobodys = await make_api("t").client.get(path, headers=AS_T)
+        assert (nobodys.status_code, "nobody has no" in nobodys.text) == (404, True), path
 
 
 @pytest.mark.parametrize(

@@ -167,12 +167,12 @@ def test_lines_take_turns_on_the_device(device: Device, put: Put) -> None:
 
     assert device.poll() == ["m"]
     assert device.poll() == ["m"], "one run at a time"
-    assert device.told(OWN) == "running: a run of the default line is in progress"
+    assert device.told(OWN) == "running: a run of another line is in progress"
     device.end()
     assert device.poll() == ["m", OWN], "though the default line has groups too"
     device.end()
     assert device.poll() == ["m", OWN, "m"]
-    assert device.told(OWN) == "running: a run of the default line is in progress"
+    assert device.told(OWN) == "running: a run of another line is in progress"
 
 
 def test_a_pause_a_failure_and_a_canary_hold_one_line(
