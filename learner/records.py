@@ -324,6 +324,9 @@ class TrainingJob:
     (`learner.grpo.chance`); None: it does not, since what it decided is known."""
     least_spread: Mapping[str, float] = field(default_factory=dict)
     """Group id -> least spread of its rewards, score units, by the noise of its judge."""
+    references: Mapping[str, float] = field(default_factory=dict)
+    """Group id -> signal, score units, from which on it counts in full; `REFERENCE_SPREAD` of
+    `learner.grpo.advantages` where it is missing."""
     samplers: Mapping[str, Parent] = field(default_factory=dict)
     """Registered adapters, other than the parent and the base, that sampled some of the groups."""
     masked: Mapping[str, Mapping[int, str]] = field(default_factory=dict)

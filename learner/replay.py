@@ -113,6 +113,11 @@ def _recipe(
         code = msgspec.convert(lineage["code"], dict[str, Any])
         of_tasks = lineage.get("task_groups", [])
         ids = [str(group["group_id"]) for group in (*lineage["groups"], *of_tasks)]
+        references = {
+            str(group["group_id"]): msgspec.convert(reference, float)
+            for group in lineage["groups"]
+            if (reference := group.get("reference_spread")) is not None
+        }
         steps = {str(group["group_id"]): _steps(group["sessions"]) for group in of_tasks}
         parent = _parent(session, lineage["parent"])
         _check_base(settings, lineage["base"])
@@ -145,6 +150,8 @@ def _recipe(
         check_stop=lambda: None,
         quiet=quiet,
         signals=None,
+        least_spread=selection.least_spread,
+        references=references,
         samplers=source.samplers(session, settings.line.name, names),
     )
     return job, {**lineage, "run_id": run_id, "code": code}

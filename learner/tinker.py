@@ -250,8 +250,7 @@ def _steps(lora: Lora, job: TrainingJob, kept: Snapshot, rate: float) -> tuple[S
         started, first = time.monotonic(), number == 1
         at_start = [[row.start for row in _trainable(group)] for group in dealt]
         sums, data = pushes(dealt, at_start if first else logprobs(lora, job, dealt), aim, first)
-        signals = [optimizer.signal(optimizer.unweighted(group)) for group in dealt]
-        full = sum(min(1.0, one / optimizer.REFERENCE_SPREAD) for one in signals)
+        full = sum(optimizer.rate_share(group, job) for group in dealt)
         quiet = trainer.quiet_groups(job, kept) * len(dealt) / len(groups)
         of_step = rate * full / (len(dealt) + quiet)
         said = lora.step(data, of_step)

@@ -31,7 +31,7 @@ from sidecar.settings import Learner
 
 Kind = Literal["few", "real", "noisy", "squeezed", "null"]
 """few: the first groups alone, scored as `real`. real: the task's reward. noisy: with Gaussian
-noise. squeezed: in a tenth of the scale. null: random rewards. The noise of `noisy` and `null` is
+noise. squeezed: in a tenth of the scale. null: random rewards. The noise of the last three is
 measured as the product measures a judge's."""
 NOISE: Final = 0.2
 """Standard deviation of a noisy judge's score, on a scale of 1."""
@@ -216,6 +216,8 @@ def _run(
                 folder=folder,
                 check_stop=lambda: None,
                 quiet=chosen.quiet,
+                least_spread=chosen.least_spread,
+                references=chosen.references,
             )
         )
         seconds = time.monotonic() - began
@@ -316,8 +318,9 @@ def scores_of(
 def measured_noise(
     prompts: Sequence[Prompt], answers: Sequence[Sequence[SampledAnswer]], kind: Kind, seed: int
 ) -> Noise | None:
-    """Measure a judge that is not exact: sd(difference of two scorings) / sqrt(2)."""
-    if kind not in ("noisy", "null"):
+    """Measure a judge as the product does: sd(difference of two scorings) / sqrt(2). That of `real`
+    and `few` is taken for one whose noise is not known."""
+    if kind in ("few", "real"):
         return None
     squares = [
         (one - other) ** 2

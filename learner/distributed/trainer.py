@@ -158,7 +158,7 @@ class _Children:
 
 SENT = (
     "base_model_path", "parent", "groups", "settings",
-    "quiet", "signals", "least_spread", "samplers", "masked",
+    "quiet", "signals", "least_spread", "references", "samplers", "masked",
 )  # fmt: skip
 """Fields of a job that the first process sends: all that needs no store."""
 

@@ -154,9 +154,12 @@ def share(
 
 
 MIN_SPREAD = 0.02
-"""Groups whose scores have a smaller standard deviation teach nothing: dropped and counted. With
-measured judge noise s the limit is about 1.4 s if that is more: of groups that differ by noise
-alone, one in twenty passes (docs/judge.md)."""
+"""Groups whose scores have a smaller standard deviation are left out while the noise of their judge
+is not known. Where it is measured, the limit is about 1.4 times it, be that more or less: of groups
+that differ by noise alone, one in twenty passes (docs/judge.md)."""
+REFERENCE_SPREAD = 0.25
+"""Signal of a group, in score units, above which the rate no longer grows with it
+(`learner.grpo.optimizer`)."""
 
 
 def spread(rewards_G: Sequence[float]) -> float:

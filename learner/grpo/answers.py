@@ -142,11 +142,11 @@ def judge_answers(
     recomputed: Mapping[int, Sequence[float] | Fault],
     settings: Learner,
     *,
-    least_spread: float = 0.0,
+    least_spread: float = MIN_SPREAD,
 ) -> Judged | Fault:
     """Decide about every trainable answer, and about the group.
 
-    least_spread: score units; of the group's rewards, by the noise of its judge.
+    least_spread: score units; of the group's rewards.
     recomputed: index of a trainable answer -> its log-probabilities, nats, at its temperature; or
         why they cannot be computed.
     Returns: a fault when too few answers are left, the group drifts as a whole, or the rewards of
@@ -168,7 +168,7 @@ def leave_out_far(
     answers: CheckedAnswers,
     settings: Learner,
     *,
-    least_spread: float = 0.0,
+    least_spread: float = MIN_SPREAD,
 ) -> Judged | Fault:
     """Leave out the sessions from which the policy is too far at the start of the run.
 
@@ -349,10 +349,9 @@ def _flat(group: TrainingGroup, before: Sequence[bool], least: float) -> Fault |
         return None  # the gate saw these rewards
     found = spread(list(session_scores(group, counted).values()))
     text = f"the rewards of the {sum(counted)} answers that count spread by {found:.4f}"
-    if found < MIN_SPREAD:
-        return Fault(NO_SPREAD, f"{text}, least {MIN_SPREAD:.4f}")
     if found < least:
-        return Fault(WITHIN_NOISE, f"{text}, least {least:.4f}, by the judge's noise")
+        why = NO_SPREAD if found < MIN_SPREAD else WITHIN_NOISE
+        return Fault(why, f"{text}, least {least:.4f}")
     return None
 
 

@@ -29,6 +29,7 @@ from learner.errors import (
     ParentError,
 )
 from learner.explain import one_line
+from learner.grpo.advantages import MIN_SPREAD
 from learner.grpo.answers import (
     ALL_TOUCHED,
     DRIFT,
@@ -283,7 +284,7 @@ def decide(
     group: TrainingGroup, found: Mapping[int, list[float] | Fault], job: TrainingJob
 ) -> Judged | Fault:
     """As `judge_answers`, which it logs."""
-    least = job.least_spread.get(group.group_id, 0.0)
+    least = job.least_spread.get(group.group_id, MIN_SPREAD)
     judged = judge_answers(group, found, job.settings, least_spread=least)
     if isinstance(judged, Judged):
         log_left_out(judged)
@@ -395,7 +396,7 @@ def from_start(
     near: dict[str, TrainingGroup] = {}
     for group in groups:
         name = group.group_id
-        known, least = answers[name], job.least_spread.get(name, 0.0)
+        known, least = answers[name], job.least_spread.get(name, MIN_SPREAD)
         found = leave_out_far(group, known, job.settings, least_spread=least)
         if isinstance(found, Judged):
             log_left_out(found)

@@ -3,9 +3,11 @@
 Adam divides the mean of the gradients by the root of the mean of their squares, so that a weight
 moves by about the learning rate whatever the advantages were. So each step has a rate of its own:
 
-    rate * sum of min(1, s_i / reference) / (n + k)
+    rate * sum of min(1, s_i / r_i) / (n + k)
                             s_i: signal of group i: root mean square of its advantages, less what
                             cancels between its answers (`signal`)
+                            r_i: `REFERENCE_SPREAD`; the typical spread of the run's groups, if that
+                            is less and their judge's noise is known (`Selection.references`)
                             n: groups of the step. k: groups that were left out because their
                             answers differ by no more than noise
 
@@ -32,15 +34,14 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from learner.errors import NonFiniteError
+from learner.grpo.advantages import REFERENCE_SPREAD
 from learner.ranks import Ranks
-from learner.records import TrainableRow, TrainingGroup
+from learner.records import TrainableRow, TrainingGroup, TrainingJob
 
 MAX_GRAD_NORM = 1.0
 """A gradient with a larger L2 norm is scaled down to it."""
 BETAS = (0.9, 0.99)
 """A run has few steps, so the second moment must adapt faster than with 0.999."""
-REFERENCE_SPREAD = 0.25
-"""Signal of a group, in score units, above which the rate no longer grows with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,9 +116,9 @@ class SignalAdamW:
         self._full, self._counted = 0.0, 0.0
         self._adam.zero_grad()
 
-    def add_group(self, signal: float) -> None:
-        """Count a group, whose gradient the parameters have. signal: of the group."""
-        self._full += min(1.0, signal / REFERENCE_SPREAD)
+    def add_group(self, share: float) -> None:
+        """Count a group, whose gradient the parameters have. share: as of `rate_share`."""
+        self._full += share
         self._counted += 1.0
 
     def add_ranks(self, ranks: Ranks) -> None:
@@ -171,6 +172,12 @@ class _Place:
     squares: float = 0.0
     width: float = 0.0
     rows: int = 0
+
+
+def rate_share(group: TrainingGroup, job: TrainingJob) -> float:
+    """Return how much of the rate a group has, 0 to 1: in proportion to its signal."""
+    reference = job.references.get(group.group_id, REFERENCE_SPREAD)
+    return min(1.0, signal(unweighted(group)) / reference)
 
 
 def unweighted(group: TrainingGroup) -> Sequence[TrainableRow]:

@@ -45,7 +45,7 @@ from learner.grpo.checks import (
     together,
 )
 from learner.grpo.losses import Objective, PackSums, objective, tokens_of
-from learner.grpo.optimizer import BETAS, Moments, SignalAdamW, Update, signal, unweighted
+from learner.grpo.optimizer import BETAS, Moments, SignalAdamW, Update, rate_share
 from learner.policy.adapter_io import ADAPTER, load_policy
 from learner.policy.logprobs import Policy, joint_groups, packs_of
 from learner.policy.memory import Checkpointing, prepare
@@ -451,7 +451,7 @@ def accumulate(
         if isinstance(found, Fault):
             optimizer.forget()  # the step is discarded; the next group is looked at alone
         else:
-            optimizer.add_group(signal(unweighted(group)))
+            optimizer.add_group(rate_share(group, job))
         return found
 
     before = replace(sums)
@@ -498,7 +498,7 @@ def _add_joint(
             return None
         done |= zip(unit, found, strict=True)
         for group in members:
-            optimizer.add_group(signal(unweighted(group)))
+            optimizer.add_group(rate_share(group, job))
     return done
 
 

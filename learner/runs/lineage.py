@@ -61,7 +61,7 @@ def write_documents(
     learner, parent, groups = settings.learner, material.parent, material.selection.groups
     base_path, gates = settings.serving.base_model_path, material.selection.gates
     base = base_digest(base_path, settings.state_dir / CACHE)
-    scored = material.scored
+    scored, references = material.scored, material.selection.references
     lineage = {
         "format": FORMAT,
         "run_id": run_id,
@@ -90,6 +90,7 @@ def write_documents(
                 group,
                 outcome.answers.get(group.group.group_id, CheckedAnswers()),
                 gates.get(group.group.group_id),
+                references.get(group.group.group_id),
             )
             for group in scored
         ],
@@ -144,7 +145,10 @@ continuing from {lineage["parent"]["name"]}.
 
 
 def _describe(
-    scored: ScoredGroup, checked: CheckedAnswers, gate: SpreadGate | None
+    scored: ScoredGroup,
+    checked: CheckedAnswers,
+    gate: SpreadGate | None,
+    reference: float | None,
 ) -> dict[str, Any]:
     return {
         "group_id": scored.group.group_id,
@@ -158,6 +162,7 @@ def _describe(
         "reward_rule": dict(scored.rewarded.rule) if scored.rewarded else None,
         "least_spread": gate.least if gate is not None else None,
         "noise_sd": gate.noise_sd if gate is not None else None,
+        "reference_spread": reference,
         "masked": [
             checked.left_out.get(place)
             or of_score

@@ -27,6 +27,7 @@ from ingest.tasks.material import TaskGroup
 from learner.grpo.advantages import (
     MIN_SPREAD,
     MIN_TRAINABLE,
+    REFERENCE_SPREAD,
     assign,
     assign_rows,
     session_scores,
@@ -45,6 +46,8 @@ PASSING = 0.05
 """Share of the groups of pure noise that pass, at most."""
 Noise = Mapping[JudgedBy, MeasuredNoise]
 """Who scored -> the measured noise of such scores."""
+ROUNDING = 1e-6
+"""Score units: a smaller spread is of arithmetic, where a judge has no noise at all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +73,8 @@ def spread_gate(
     *,
     counted: Sequence[bool] | None = None,
 ) -> SpreadGate:
-    """Return the least spread of a group: `MIN_SPREAD`, or more where the judge is noisy.
+    """Return the least spread of a group: by the judge's noise where it is measured, else
+    `MIN_SPREAD`. A judge that uses a tenth of the scale, and is sure of it, tells as much.
 
     counted: [G] the answers whose rewards make the spread; None: all.
     """
@@ -85,7 +89,7 @@ def spread_gate(
     if measured is None or share == 0.0:
         return SpreadGate(least=MIN_SPREAD, noise_sd=None)
     sd = share * measured.sd
-    return SpreadGate(least=max(MIN_SPREAD, sd * noise_factor(scores)), noise_sd=sd)
+    return SpreadGate(least=max(ROUNDING, sd * noise_factor(scores)), noise_sd=sd)
 
 
 def judge_share(rewarded: Rewarded | None) -> float:
@@ -209,6 +213,16 @@ class Selection:
     def least_spread(self) -> Mapping[str, float]:
         """Group id -> the least spread of its rewards, for the groups to train on."""
         return {group.group_id: self.gates[group.group_id].least for group in self.groups}
+
+    @property
+    def references(self) -> Mapping[str, float]:
+        """Group id -> signal from which on it counts in full, of groups whose judge's noise is
+        measured: their own typical spread (root mean square), at most `REFERENCE_SPREAD`."""
+        known = [one for one in self.groups if self.gates[one.group_id].noise_sd is not None]
+        rewards = [session_scores(one, [row.counted for row in one.rows]) for one in known]
+        spreads = [spread(list(of_group.values())) for of_group in rewards]
+        typical = math.hypot(*spreads) / math.sqrt(len(spreads) or 1)
+        return {group.group_id: min(REFERENCE_SPREAD, typical) for group in known}
 
 
 def select_by(
@@ -367,10 +381,8 @@ def _why_dropped(
     if len({(tuple(answer.token_ids), answer.temperature) for answer in counted}) == 1:
         return "identical_answers", f"its {len(counted)} answers that count are the same"
     found = spread([reward for reward, mask in zip(shared, masks, strict=True) if counts(mask)])
-    if found < MIN_SPREAD:
-        return "no_spread", gate.words
     if found < gate.least:
-        return "within_noise", gate.words
+        return ("no_spread" if found < MIN_SPREAD else "within_noise"), gate.words
     if not prompt:
         return "no_prompt", "the token ids of its prompt were not recorded"
     longest = max(len(answer.token_ids) for answer in trainable)

@@ -226,6 +226,7 @@ class Run:
                 quiet=material.selection.quiet,
                 signals=self._signals() if material.tasks else (),
                 least_spread=material.selection.least_spread,
+                references=material.selection.references,
                 samplers=material.samplers,
                 masked=material.selection.masks,
                 report=lambda place: report_place(database, run_id, place, token=token),

@@ -29,7 +29,14 @@ from learner.runs.train import Run, Trainer
 from sidecar.settings import Learner, Serving, Settings, Store
 from sidecar.store.codec import pack_ids
 from sidecar.store.database import Database, compress
-from sidecar.store.models import AdapterRow, AliasRow, CounterRow, ExchangeRow, GroupRow
+from sidecar.store.models import (
+    AdapterRow,
+    AliasRow,
+    CounterRow,
+    ExchangeRow,
+    GroupRow,
+    JudgeNoiseDayRow,
+)
 from support.clock import Clock
 from support.stores import NewStore
 
@@ -405,3 +412,14 @@ def _quiet_libraries() -> Iterator[None]:
         for module in ("peft", "transformers", "torch"):
             warnings.filterwarnings("ignore", module=rf"{module}(\..*)?")
         yield
+
+
+def put_noise(database: Database, sd: float) -> None:
+    """The judge's noise as score stores it: sd of a pass, from 50 groups."""
+    with database.write() as session:
+        session.add(
+            JudgeNoiseDayRow(
+                rubric_hash="rubric", judge_model="judge", day=4, groups=50, freedom=201,
+                squares=200 * sd**2, by_position=0.0, of_position=1.0, flips=0.0,
+            )
+        )  # fmt: skip

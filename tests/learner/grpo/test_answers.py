@@ -209,8 +209,9 @@ FLAT = (0.95, 0.51, 0.5, 0.5, 0.5, 0.505, 0.5, 0.5)
 @pytest.mark.parametrize(
     ("scores", "least", "reason"),
     [
-        (FLAT, 0.0, "no_spread"),
-        ((0.95, *[0.5] * 7), 0.0, "no_spread"),
+        (FLAT, 0.02, "no_spread"),
+        (FLAT, 0.003, None),  # a judge that is as sure as that
+        ((0.95, *[0.5] * 7), 1e-6, "no_spread"),
         # Six of 0.5 and one of 0.57: 0.07 sqrt(6) / 7 = 0.0245.
         ((0.95, 0.57, *[0.5] * 6), 0.025, "within_noise"),
         ((0.95, 0.57, *[0.5] * 6), 0.024, None),
@@ -224,7 +225,7 @@ def test_the_spread_is_that_of_the_answers_that_are_left(
     found = judge_answers(group, values(group), settings(), least_spread=least)
 
     assert (found.reason if isinstance(found, Fault) else None) == reason
-    if reason == "no_spread" and scores is FLAT:
+    if reason is not None and scores is FLAT:
         assert isinstance(found, Fault)
         assert found.text == (
             "the rewards of the 7 answers that count spread by 0.0036, least 0.0200"

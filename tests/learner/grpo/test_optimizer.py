@@ -34,7 +34,7 @@ def run(
     steps: list[list[torch.Tensor]],
     *,
     rate: float = RATE,
-    signal: float = 0.25,
+    share: float = 1.0,
     moments: Moments | None = None,
     quiet: float = 0.0,
 ) -> tuple[torch.Tensor, SignalAdamW]:
@@ -44,7 +44,7 @@ def run(
     for groups in steps:
         for gradient in groups:
             optimizer.gradient["w"].add_(gradient)
-            optimizer.add_group(signal)
+            optimizer.add_group(share)
         optimizer.add_quiet(quiet)
         optimizer.step()
     return parameters["w"].detach().clone(), optimizer
@@ -63,22 +63,22 @@ def test_the_update_shrinks_with_the_advantages(factor: float) -> None:
     steps = [noise(step, 8) for step in range(3)]
     weak = [[factor * gradient for gradient in groups] for groups in steps]
     whole, _ = run(steps)
-    small, _ = run(weak, signal=0.25 * factor)
+    small, _ = run(weak, share=factor)
     torch.testing.assert_close(small, factor * whole, atol=1e-8, rtol=1e-3)
 
 
-def test_a_group_counts_with_its_own_signal() -> None:
-    """One of four at the reference, one at half of it, two that say nothing: 3 / 8 of the rate."""
+def test_a_group_counts_with_its_own_share() -> None:
+    """One of four in full, one by half, two that say nothing: 3 / 8 of the rate."""
     optimizer = SignalAdamW(new_parameter(), RATE)
-    for signal in (0.25, 0.125, 0.0, 0.0):
-        optimizer.add_group(signal)
+    for share in (1.0, 0.5, 0.0, 0.0):
+        optimizer.add_group(share)
     assert optimizer.step().rate == pytest.approx(RATE * 3 / 8)
 
 
 def test_it_does_not_grow_beyond_the_reference() -> None:
     steps = [noise(0, 8)]
     whole, _ = run(steps)
-    strong, _ = run([[4 * gradient for gradient in steps[0]]], signal=1.0)
+    strong, _ = run([[4 * gradient for gradient in steps[0]]])
     torch.testing.assert_close(strong, whole)
 
 
@@ -88,7 +88,7 @@ def test_in_a_long_run_a_weight_moves_at_most_2_35_times_the_rate() -> None:
     largest, before = 0.0, torch.zeros(SIZE)
     for step in range(540):
         optimizer.gradient["w"].fill_(1e-4 if step < 500 else 1.0)
-        optimizer.add_group(0.25)
+        optimizer.add_group(1.0)
         optimizer.step()
         largest = max(largest, float((parameters["w"].detach() - before).abs().max()))
         before = parameters["w"].detach().clone()
@@ -129,7 +129,7 @@ def test_it_says_how_far_it_moved() -> None:
     optimizer = SignalAdamW(parameters, RATE)
     (direction,) = noise(6, 1)
     optimizer.gradient["w"].add_(direction)
-    optimizer.add_group(0.25)
+    optimizer.add_group(1.0)
     update = optimizer.step()
     assert update.grad_norm == pytest.approx(float(direction.norm()))
     assert update.update_norm == pytest.approx(float(parameters["w"].detach().norm()))
@@ -140,7 +140,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
     parameters = new_parameter()
     optimizer = SignalAdamW(parameters, RATE)
     optimizer.gradient["w"].fill_(math.nan)
-    optimizer.add_group(0.25)
+    optimizer.add_group(1.0)
     with pytest.raises(NonFiniteError):
         optimizer.step()
     assert not parameters["w"].any()
@@ -155,7 +155,7 @@ def test_what_was_forgotten_has_no_part_in_the_step() -> None:
     optimizer.add_group(0.0)
     optimizer.forget()
     optimizer.gradient["w"].add_(direction)
-    optimizer.add_group(0.25)
+    optimizer.add_group(1.0)
     optimizer.step()
     torch.testing.assert_close(parameters["w"].detach(), run([[direction]])[0])
 
@@ -163,7 +163,7 @@ def test_what_was_forgotten_has_no_part_in_the_step() -> None:
 @pytest.mark.parametrize("groups", [0, 3])
 def test_groups_without_a_signal_move_nothing(groups: int) -> None:
     """Also where rounding left a gradient, and where there is none at all."""
-    moved, _ = run([[1e-9 * one for one in noise(1, groups)]], signal=0.0)
+    moved, _ = run([[1e-9 * one for one in noise(1, groups)]], share=0.0)
     assert not moved.any()
 
 
@@ -181,7 +181,7 @@ def test_quiet_groups_count_in_their_own_step_alone() -> None:
     optimizer = SignalAdamW(new_parameter(), RATE)
     rates = []
     for quiet in (3, 0):
-        optimizer.add_group(0.25)
+        optimizer.add_group(1.0)
         optimizer.add_quiet(quiet)
         rates.append(optimizer.step().rate)
     assert rates == pytest.approx([RATE / 4, RATE])

@@ -12,7 +12,7 @@ import pytest
 from learner.errors import DivergedError, ParentError
 from learner.grpo import base_kl
 from learner.grpo.base_kl import BaseKl, require_near
-from learner.grpo.optimizer import signal, uncancelled
+from learner.grpo.optimizer import rate_share, signal, uncancelled
 from learner.grpo.trainer import run_steps
 from learner.policy.adapter_io import load_policy
 from learner.policy.logprobs import Policy
@@ -43,6 +43,19 @@ def test_common_beginnings_cancel_and_what_follows_counts() -> None:
     ]
     assert uncancelled(rows) == pytest.approx(0.5)
     assert signal(rows) == pytest.approx(0.25)
+
+
+def test_the_share_of_the_rate_is_the_signal_over_the_groups_reference(
+    learner_settings: Learner,
+) -> None:
+    group = make_group((9,), [make_row((1, 2), 0.1), make_row((3, 4), -0.1)])
+    job = job_of([group], learner_settings)
+
+    assert rate_share(group, job) == pytest.approx(0.4)
+    squeezed = replace(job, references={group.group_id: 0.125})
+    assert rate_share(group, squeezed) == pytest.approx(0.8)
+    certain = replace(job, references={group.group_id: 0.05})
+    assert rate_share(group, certain) == 1.0
 
 
 def test_a_token_that_was_certain_tells_nothing() -> None:

@@ -8,10 +8,11 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import pstdev
 from typing import Any
 
 import pytest
-from sqlalchemy import delete, func, select
+from sqlalchemy import delete, func, select, update
 
 from learner.adapter_folder import CONFIG, LINEAGE
 from learner.grpo.trainer import GrpoTrainer
@@ -20,7 +21,8 @@ from learner.replay import replay
 from sidecar.settings import Settings
 from sidecar.store.database import Database
 from sidecar.store.models import AdapterRow, AnswerRow, GroupRow, RunRow
-from tests.learner.resume.conftest import Start, World
+from tests.learner.conftest import put_noise
+from tests.learner.resume.conftest import SCORES, Start, World
 
 pytestmark = pytest.mark.timeout(1800)
 DICTIONARY = Path(__file__).resolve().parents[3] / "docs" / "data-dictionary.md"
@@ -65,9 +67,13 @@ class Trained:
 
 @pytest.fixture
 def trained(start: Start, world: World) -> Iterator[Trained]:
+    """By a judge that uses a fifth of its scale, and is sure of it."""
     settings = world("one", loss="dppo_tv")
-    start(settings, "r1")
     database = Database(settings.store.url)
+    with database.write() as session:
+        session.execute(update(AnswerRow).values(score=0.4 + 0.2 * AnswerRow.score))
+    put_noise(database, 0.001)
+    start(settings, "r1")
     yield Trained(settings, database)
     database.close()
 
@@ -78,6 +84,8 @@ def test_the_same_weights_come_out_and_nothing_is_left(trained: Trained) -> None
     code, said = trained.replay("v1")
 
     digest = trained.folder.name
+    references = [group["reference_spread"] for group in trained.lineage["groups"]]
+    assert references == pytest.approx([0.2 * pstdev(SCORES)] * 6)
     assert (code, said[-1]) == (
         0,
         f"the same weights: digest {digest}",

@@ -81,11 +81,12 @@ def select(*groups: object, sd: float | None) -> Selection:
     )
 
 
-def test_the_gate_is_the_larger_of_setting_and_noise() -> None:
+def test_the_gate_is_the_noise_where_it_is_measured() -> None:
     group = make_scored_group([0.4, 0.6])
 
     assert spread_gate(group, {}).least == 0.02
-    assert spread_gate(group, measured(0.001)).least == 0.02
+    assert spread_gate(group, measured(0.001)).least == pytest.approx(0.001 * 1.3859, rel=1e-4)
+    assert spread_gate(group, measured(0.0)).least == 1e-6
     gate = spread_gate(group, measured(0.05))
     assert gate.least == pytest.approx(0.05 * 1.3859, rel=1e-4)
     assert gate.noise_sd == 0.05
@@ -122,6 +123,25 @@ def test_a_group_within_the_noise_is_dropped_with_its_gate() -> None:
     assert set(selection.gates) == {"noise", "signal", "flat"}
     assert selection.gates["noise"].words == "least 0.0693, by judge noise of sd 0.0500"
     assert select(*groups, sd=None).dropped == {"flat": "no_spread"}
+
+
+def test_a_sure_judge_that_squeezes_its_scores_is_learned_from_in_full() -> None:
+    wide = [[0.1, 0.7], [0.2, 0.4], [0.5, 0.5]]
+    squeezed = [[0.45 + 0.1 * one for one in scores] for scores in wide]
+    groups = [
+        make_scored_group(scores, group_id=str(place)) for place, scores in enumerate(squeezed)
+    ]
+
+    selection = select(*groups, sd=0.002)
+
+    assert selection.dropped == {"2": "no_spread"}
+    typical = math.sqrt((0.03**2 + 0.01**2) / 2)
+    assert selection.references == {"0": pytest.approx(typical), "1": pytest.approx(typical)}
+    not_measured = select(*groups, sd=None)
+    assert not_measured.dropped == {"1": "no_spread", "2": "no_spread"}
+    assert not_measured.references == {}
+    far = [make_scored_group(scores, group_id="far") for scores in ([0.0, 1.0],)]
+    assert select(*far, sd=0.002).references == {"far": 0.25}
 
 
 def test_the_noise_is_that_of_the_judge_and_rubric_that_scored_the_group() -> None:
@@ -177,7 +197,7 @@ def test_the_noise_in_a_reward_is_that_of_the_judges_part(
 
     assert judge_share(found) == share
     gate = spread_gate(group, measured(0.2))
-    assert gate.least == pytest.approx(max(0.02, share * 0.2 * 1.3859), rel=1e-4)
+    assert gate.least == pytest.approx(share * 0.2 * 1.3859 or 0.02, rel=1e-4)
 
 
 def test_what_a_gate_or_a_verifier_tells_apart_is_learned_from() -> None:

@@ -29,7 +29,7 @@ from learner.runs.runs import abandon
 from sidecar.errors import StoreError
 from sidecar.settings import Settings
 from sidecar.store.database import Database
-from sidecar.store.models import AdapterRow, GroupRow, JudgeNoiseDayRow, RunRow
+from sidecar.store.models import AdapterRow, GroupRow, RunRow
 from support.clock import Clock
 from tests.learner.conftest import (
     FakeTrainer,
@@ -40,6 +40,7 @@ from tests.learner.conftest import (
     group_outcomes,
     make_answer,
     make_scored_group,
+    put_noise,
 )
 
 
@@ -116,17 +117,6 @@ def test_the_lineage_tells_what_it_was_made_from(new_run: NewRun, tiny_base: Pat
     assert "base_model:" in (candidate.path / CARD).read_text()
 
 
-def put_noise(database: Database, sd: float) -> None:
-    """The judge's noise as score stores it: sd of a pass, from 50 groups."""
-    with database.write() as session:
-        session.add(
-            JudgeNoiseDayRow(
-                rubric_hash="rubric", judge_model="judge", day=4, groups=50, freedom=201,
-                squares=200 * sd**2, by_position=0.0, of_position=1.0, flips=0.0,
-            )
-        )  # fmt: skip
-
-
 @pytest.mark.both_stores
 @pytest.mark.usefixtures("two_groups")
 def test_a_group_within_the_judges_noise_is_left_out_and_the_lineage_has_the_figure(
@@ -147,6 +137,8 @@ def test_a_group_within_the_judges_noise_is_left_out_and_the_lineage_has_the_fig
         [0.0693] * 2, abs=1e-4
     )
     assert [one["noise_sd"] for one in lineage["groups"]] == pytest.approx([0.05, 0.05])
+    assert len({one["reference_spread"] for one in lineage["groups"]}) == 1
+    assert lineage["groups"][0]["reference_spread"] <= 0.25
     (noise,) = lineage["judge_noise"]
     assert (noise["sd"], noise["groups"], noise["passes"]) == (pytest.approx(0.05), 50, 1)
     assert (noise["judge_model"], noise["rubric_hash"]) == ("judge", "rubric")
