@@ -10,7 +10,6 @@ outbox) are not in it. Backups in one folder share the files of adapters.
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 import shutil
@@ -19,21 +18,24 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
 from sqlalchemy.engine import make_url
 
 from deploy.errors import BackupError
-from learner.adapter_folder import CONFIG, folder_digest
+from learner.adapter_folder import CONFIG, DIGESTED, file_digest, folder_digest, read_plain
 from learner.resume import remove_folder, sync
 from sidecar.store.engines import newest_revision, with_driver
 
 STORE: Final = "store.db"
 MANIFEST: Final = "backup.json"
-VERSION: Final = 1
-_LOGS: Final = ("-wal", "-shm")
+VERSION: Final = 2
+"""1 had no `others`."""
+_LOGS: Final = ("-wal", "-shm", "-journal")
+_PARTS: Final = ".restored-"
+"""Begins the names of what a restore has not put in its place yet."""
 _OF_THE_BACKUP: Final = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 """Errors of writing: no other adapter would fare better."""
 
@@ -49,6 +51,8 @@ class Backup:
     """Absolute path of each folder as the store names it -> its digest, which is its name here."""
     missing: Mapping[str, str]
     """Path of each folder that is not in it as it was registered -> why."""
+    others: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Digest of each folder -> name and SHA-256 (hex) of its files beside those of the digest."""
     version: int = VERSION
 
 
@@ -74,9 +78,9 @@ def back_up(store: Path, folder: Path, *, now: Callable[[], float] = time.time) 
         if any(folder.iterdir()):
             raise BackupError(f"{folder} is not empty; give a new folder for each backup")
         copy = folder / STORE
+        copy.touch(mode=0o600)  # VACUUM would make it readable by all
         with closing(sqlite3.connect(store)) as connection:
             connection.execute("VACUUM INTO ?", (str(copy),))
-        copy.chmod(0o600)
         sync(copy)
         adapters, missing = dict[str, str](), dict[str, str]()
         for path, digest in _named_by(copy).items():
@@ -90,7 +94,8 @@ def back_up(store: Path, folder: Path, *, now: Callable[[], float] = time.time) 
                     raise
                 missing[path] = str(error)
                 remove_folder(target)
-        made = Backup(made_at, _hash(copy), adapters, missing)
+        others = {one: _others(folder / "adapters" / one) for one in adapters.values()}
+        made = Backup(made_at, file_digest(copy), adapters, missing, others)
         part = folder / f"{MANIFEST}.part"
         part.write_text(json.dumps(asdict(made), indent=1))
         sync(part)
@@ -108,8 +113,8 @@ def read_backup(folder: Path) -> Backup:
     the rest from being restored.
     """
     try:
-        read = dict(json.loads((folder / MANIFEST).read_text()))
-        if read.get("version", VERSION) != VERSION:
+        read = dict(json.loads(read_plain(folder / MANIFEST)))
+        if read.get("version", 1) not in (1, VERSION):
             raise BackupError(f"{folder} is of another release; restore it with that one")
         made = Backup(**read)
         told = {**made.adapters, **made.missing}
@@ -118,7 +123,7 @@ def read_backup(folder: Path) -> Backup:
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise BackupError(f"{folder} holds no whole backup: {MANIFEST}: {error}") from error
     try:
-        if _hash(folder / STORE) != made.store_sha256:
+        if file_digest(folder / STORE) != made.store_sha256:
             raise BackupError(f"{folder / STORE} was changed after it was written; take another")
         named = _named_by(folder / STORE)
     except (OSError, sqlite3.Error) as error:
@@ -128,7 +133,7 @@ def read_backup(folder: Path) -> Backup:
     damaged = dict[str, str]()
     for path, digest in made.adapters.items():
         try:
-            _check(folder / "adapters" / digest, digest)
+            _check(folder / "adapters" / digest, digest, made.others.get(digest))
         except BackupError as error:
             damaged[path] = str(error)
     kept = {path: digest for path, digest in made.adapters.items() if path not in damaged}
@@ -145,6 +150,10 @@ def restore(folder: Path, store: Path, *, now: Callable[[], float] = time.time) 
     """
     refuse_other_owner(store)
     store, made = store.resolve(), read_backup(folder)  # a link goes on naming the store
+    seconds = int(now())
+    while os.path.lexists(store.with_name(f"{store.name}.before-{seconds}")):
+        seconds += 1
+    end, left = f".before-{seconds}", store.parent.glob(f"{_PARTS}*")
     for path, digest in made.adapters.items():
         try:
             odd = not Path(path).is_absolute() or ".." in Path(path).parts
@@ -154,42 +163,47 @@ def restore(folder: Path, store: Path, *, now: Callable[[], float] = time.time) 
         if odd:
             raise BackupError(f"{path} is no folder of an adapter: nothing was restored")
     _refuse_open(store)
-    end = f".before-{now():.0f}"
-    fresh = store.with_name(f"{store.name}.restored")
     try:
-        fresh.unlink(missing_ok=True)  # of a restore that was killed, or a link
         store.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for one in left:  # by a restore that was killed
+            remove_folder(one)
         for path, digest in made.adapters.items():
-            _put_back(folder / "adapters" / digest, Path(path), digest, end)
-        shutil.copyfile(folder / STORE, fresh)
-        fresh.chmod(0o600)
-        _number_anew(fresh, int(now()))
-        sync(fresh)
-        _refuse_open(store)
-        for log in _LOGS:  # only a damaged store has some left, see `_refuse_open`
-            if (old := store.with_name(store.name + log)).exists():
-                old.rename(store.with_name(f"{store.name}{end}{log}"))
-        if store.exists():
-            os.link(store, store.with_name(store.name + end))
-        fresh.replace(store)  # at no moment is there no store: a process would begin a new one
+            source, others = folder / "adapters" / digest, made.others.get(digest)
+            _put_back(source, Path(path), digest, others, end)
+        with tempfile.TemporaryDirectory(dir=store.parent, prefix=_PARTS) as private:
+            fresh = Path(private) / STORE
+            shutil.copyfile(folder / STORE, fresh)
+            fresh.chmod(0o600)
+            _number_anew(fresh, int(now()))
+            sync(fresh)
+            _refuse_open(store)
+            for log in _LOGS:  # only a damaged store has some left, see `_refuse_open`
+                if os.path.lexists(old := store.with_name(store.name + log)):
+                    old.rename(store.with_name(f"{store.name}{end}{log}"))
+            if store.exists():
+                os.link(store, store.with_name(store.name + end))
+            fresh.replace(store)  # at no moment is there no store: a process would begin a new one
         sync(store.parent)
     except (OSError, sqlite3.Error) as error:
-        fresh.unlink(missing_ok=True)
         raise BackupError(f"{store}: not restored: {error}") from error
     return made
 
 
-def refuse_other_owner(store: Path) -> None:
-    """Raises: BackupError for root, whose files the processes of another user could not write."""
-    there = next(one for one in (store, *store.absolute().parents) if one.exists())
-    owner = there.stat().st_uid
-    if os.geteuid() == 0 != owner:
-        raise BackupError(f"{there} belongs to the user {owner}: restore as that one, by sudo -u")
+def refuse_other_owner(*paths: Path) -> None:
+    """Raises: BackupError for root where one of them, or the folder that has it, is another user's:
+    his processes could not write what root makes, and his link may name any file of root's."""
+    for way in (way for path in paths for way in (path.absolute(), path.resolve())):
+        there = [one for one in (way, *way.parents) if os.path.lexists(one)]
+        for one in there[:2]:
+            if os.geteuid() == 0 != (owner := one.lstat().st_uid):
+                raise BackupError(
+                    f"{one} belongs to the user {owner}: restore as that one, by sudo -u"
+                )
 
 
 def _may_be_adapter(there: Path, digest: str) -> bool:
-    """True for an adapter, also a damaged one or an empty folder, and where nothing is."""
-    if not there.exists() or (there / CONFIG).is_file():
+    """True for an adapter, also a damaged one, a link or an empty folder, and where nothing is."""
+    if there.is_symlink() or not there.exists() or (there / CONFIG).is_file():
         return True
     return there.is_dir() and (there.name == digest or not any(there.iterdir()))
 
@@ -198,6 +212,7 @@ def _number_anew(store: Path, generation: int) -> None:
     """Give the routing tables a generation that no proxy has passed (`routing_writer`): one that
     stayed open beside a store that was removed would not go back to that of the backup."""
     with closing(sqlite3.connect(store)) as connection, connection:
+        connection.execute("PRAGMA journal_mode = MEMORY")
         connection.execute(
             "UPDATE routing_table SET generation = max(generation, :now),"
             " body = json_set(body, '$.generation', max(generation, :now)) WHERE json_valid(body)",
@@ -227,9 +242,9 @@ def _copy_for_backup(folder: Path, target: Path) -> None:
     for whole in target.parents[1].parent.glob(f"*/{MANIFEST}"):
         other = whole.parent / "adapters" / target.name
         try:
-            _check(other, target.name)
+            _check(other, target.name, json.loads(read_plain(whole))["others"][target.name])
             _copy(other, target, os.link)
-        except (OSError, BackupError):
+        except (OSError, BackupError, ValueError, LookupError, TypeError):
             remove_folder(target)
         else:
             return
@@ -239,7 +254,7 @@ def _copy_for_backup(folder: Path, target: Path) -> None:
 
 def _copy(folder: Path, target: Path, one: Callable[[Path, Path], object]) -> None:
     """Copy the files of an adapter's folder, which has no folders."""
-    target.mkdir(parents=True)
+    target.mkdir(parents=True, exist_ok=True)
     for file in folder.iterdir():
         if file.is_file() and not file.is_symlink():
             one(file, target / file.name)
@@ -247,20 +262,25 @@ def _copy(folder: Path, target: Path, one: Callable[[Path, Path], object]) -> No
     sync(target)
 
 
-def _put_back(source: Path, target: Path, digest: str, end: str) -> None:
-    if target.exists():
+def _put_back(
+    source: Path, target: Path, digest: str, others: Mapping[str, str] | None, end: str
+) -> None:
+    if os.path.lexists(target):
         try:
-            return _check(target, digest)
+            return _check(target, digest, others)
         except BackupError:
             target.rename(target.with_name(target.name + end))
     target.parent.mkdir(parents=True, exist_ok=True)
-    for left in target.parent.glob(".restored-*"):  # by a restore that was killed
+    for left in target.parent.glob(f"{_PARTS}*"):  # by a restore that was killed
         remove_folder(left)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".restored-") as fresh:
-        copied = Path(fresh) / digest
-        _copy(source, copied, shutil.copy2)
-        copied.rename(target)
-    target.chmod(0o555)  # as the learner leaves it: vLLM may be another user
+    fresh = Path(tempfile.mkdtemp(dir=target.parent, prefix=_PARTS))
+    try:
+        _copy(source, fresh, shutil.copy2)
+        fresh.chmod(0o555)  # as the learner leaves it: vLLM may be another user
+        fresh.rename(target)
+    except OSError:
+        remove_folder(fresh)
+        raise
     return sync(target.parent)
 
 
@@ -279,15 +299,18 @@ def _refuse_open(store: Path) -> None:
         # A damaged store is what a backup is for.
 
 
-def _check(folder: Path, digest: str) -> None:
+def _check(folder: Path, digest: str, others: Mapping[str, str] | None = None) -> None:
+    """others: as of a backup, which a folder may have more than; None: not known."""
     try:
         found = folder_digest(folder)
+        changed = others and not others.items() <= _others(folder).items()
     except OSError as error:
         raise BackupError(f"{folder} cannot be read: {error}") from error
-    if found != digest:
+    if found != digest or changed:
         raise BackupError(f"{folder} has other bytes than were registered")
 
 
-def _hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _others(folder: Path) -> dict[str, str]:
+    """Return name and SHA-256 (hex) of the files that the digest leaves out: lineage, probe, ..."""
+    files = sorted(one for one in folder.iterdir() if one.is_file() and not one.is_symlink())
+    return {one.name: file_digest(one) for one in files if one.name not in DIGESTED}

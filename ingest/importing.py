@@ -20,7 +20,7 @@ import math
 import re
 import time
 from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -627,7 +627,7 @@ class Import:
         self._targets: dict[str, tuple[TargetKind, str]] = {}
         self.left_out: Counter[str] = Counter()
         """Reason -> rows."""
-        self._sessions: Counter[str] = Counter()
+        self._sessions: defaultdict[str, set[str]] = defaultdict(set)
 
     def read(self, paths: Iterable[Path]) -> list[Row]:
         """Return the rows that can be read in the order of their times, exchanges before scores.
@@ -646,7 +646,7 @@ class Import:
                     self.left_out["score_not_asked_for"] += 1
                     continue
             else:
-                self._sessions[one.session] += 1
+                self._sessions[one.session].add(one.source_id)
             found.append((isinstance(one, Scored), one.at, row))
         found.sort(key=lambda one: one[:2])
         return [row for *_, row in found]
@@ -667,7 +667,7 @@ class Import:
     def _exchange(self, logged: Logged) -> Exchange:
         # Gateways draw a name for each request that has none: such a one names no session.
         name = logged.session
-        named = self._sessions[name] > 1
+        named = len(self._sessions[name]) > 1
         with _any_row():
             request = request_of(logged)
             if has_media(request):

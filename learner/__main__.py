@@ -122,6 +122,8 @@ def _main(argv: list[str] | None) -> int:
                 return replay(settings, database, args.replay, trainer=trainer, show=show)
             run = partial(run_once, database=database, clock=time.time, stopping=stopping)
             if args.worker is not None:
+                if settings.learner.schedule == "manual":  # what an earlier run lacked is there now
+                    note_missing([], database, now=time.time())
                 with Connection(args.worker) as schedule:
                     return serve(schedule, settings, args.config, run, stopping=stopping)
             if args.once:

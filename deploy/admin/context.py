@@ -74,10 +74,8 @@ class AdminContext:
         for line in self.all_lines:
             if line.project == project:
                 return line
-        known = ", ".join(self.projects) or "none (serving.own_adapters)"
-        raise UnknownProjectError(
-            f"{(project or '')[:SHOWN]} has no adapters of its own; projects that have: {known}"
-        )
+        name = (project or "")[:SHOWN]
+        raise UnknownProjectError(f"{name} is none of the projects in serving.own_adapters")
 
     def line_of(self, project: str | None) -> str:
         """Return the name of the line. Raises: UnknownProjectError."""
@@ -95,11 +93,6 @@ class AdminContext:
     def all_lines(self) -> tuple[Line, ...]:
         """The default one first."""
         return self.lines or (Line(name=self.model),)
-
-    @property
-    def projects(self) -> list[str]:
-        """The projects with a line of their own."""
-        return [line.project for line in self.lines if line.project is not None]
 
     def conditions(self, session: Session, line: str, now: float) -> list[Condition]:
         """Return every condition, what needs a person first. line: its name; now: Unix seconds."""

@@ -122,8 +122,7 @@ class GateJudgeOut(
 
 class JudgeNoiseOut(
     columns(  # type: ignore[misc]
-        NoiseState,
-        "at judge_model rubric_hash project passes groups sd slope flips drift drift_at",
+        NoiseState, "at judge_model rubric_hash project passes groups sd slope flips drift drift_at"
     ),
     Out,
 ):
@@ -352,10 +351,7 @@ class ApprovalOut(columns(Approval), Out):  # type: ignore[misc]
 
 class HookOut(
     columns(  # type: ignore[misc]
-        HookState,
-        "name tries next_at delivered dead told_at error",
-        name=str,
-        next_at=float | None,
+        HookState, "name tries next_at delivered dead told_at error", name=str, next_at=float | None
     ),
     Out,
 ):

@@ -224,10 +224,7 @@ def _add_history(router: APIRouter, context: AdminContext) -> None:
             rows = session.scalars(newest.select(select(AuditRow))).all()
             subjects = subjects_of(session, rows)
         return page_of(
-            rows,
-            newest,
-            show=lambda row: AuditOut.of(row, subjects[row.seq]),
-            name="audit {0.seq}",
+            rows, newest, show=lambda row: AuditOut.of(row, subjects[row.seq]), name="audit {0.seq}"
         )
 
 
@@ -290,11 +287,7 @@ def _told(notes: Annotations) -> dict[str, Any]:
 
 
 def page_of(
-    rows: Sequence[Row],
-    newest: Newest | None = None,
-    *,
-    show: Callable[[Row], OutT],
-    name: str,
+    rows: Sequence[Row], newest: Newest | None = None, *, show: Callable[[Row], OutT], name: str
 ) -> Page[OutT]:
     """Build a page of the rows that `newest` selected; of all rows without it.
 

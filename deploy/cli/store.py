@@ -164,12 +164,13 @@ def store_restore(context: typer.Context, folder: Folder, output: Output = "text
     from sidecar.processes import only_one
 
     settings = settings_of(context)
-    refuse_other_owner(store := store_file(settings.store.url))  # before root makes the locks
+    store = store_file(settings.store.url)
+    refuse_other_owner(store, settings.state_dir)  # before root makes the locks
     with ExitStack() as locks:
         for name in ("up", *LOCKED):  # none of them starts meanwhile
             locks.enter_context(only_one(settings.state_dir, name))
         made = restore(folder, store)
-    print_found({"adapters": len(made.adapters), "made_at": made.made_at}, output)
+    print_found({"restored": True, "adapters": len(made.adapters), "made_at": made.made_at}, output)
     _say_missing(made.missing)
 
 

@@ -16,11 +16,20 @@ from pathlib import Path
 import pytest
 
 from deploy import backup
-from deploy.backup import MANIFEST, STORE, Backup, back_up, read_backup, restore, store_file
+from deploy.backup import (
+    MANIFEST,
+    STORE,
+    Backup,
+    back_up,
+    read_backup,
+    refuse_other_owner,
+    restore,
+    store_file,
+)
 from deploy.cli.main import main
 from deploy.errors import BackupError
 from deploy.registry import versions
-from learner.adapter_folder import WEIGHTS, folder_digest
+from learner.adapter_folder import PROBE, WEIGHTS, folder_digest
 from learner.resume import remove_folder
 from sidecar.store.database import Database
 from tests.deploy.conftest import World
@@ -150,13 +159,24 @@ def test_root_restores_no_store_of_another_user(
 ) -> None:
     back_up(store, tmp_path / "kept")
     world.database.close()
+    link = tmp_path / "of a service" / "store.db"
+    link.parent.mkdir()
+    link.symlink_to(store)
     if os.geteuid() == 0:
         os.chown(store, 1234, -1)
+        os.chown(link, 1234, -1, follow_symlinks=False)
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     owner = store.stat().st_uid
+    why = f"belongs to the user {owner}: restore as that one"
 
-    with pytest.raises(BackupError, match=f"belongs to the user {owner}: restore as that one"):
+    with pytest.raises(BackupError, match=why):
         restore(tmp_path / "kept", store)
+    with pytest.raises(BackupError, match=why):
+        refuse_other_owner(link, tmp_path)
+    if owner == 1234:
+        os.chown(store, 0, -1)
+        with pytest.raises(BackupError, match=f"{link} belongs to the user 1234"):
+            restore(tmp_path / "kept", link)  # the file is root's, the link to it is not
 
 
 def test_links_stay_and_none_is_followed(world: World, store: Path, tmp_path: Path) -> None:
@@ -168,7 +188,6 @@ def test_links_stay_and_none_is_followed(world: World, store: Path, tmp_path: Pa
     other.write_text("kept")
     store.rename(disk)
     store.symlink_to(disk)
-    disk.with_name("disk.db.restored").symlink_to(other)
     first.with_name(".restored-x").symlink_to(other)
 
     restore(tmp_path / "kept", store)
@@ -183,15 +202,99 @@ def test_an_adapter_without_its_config_comes_back(
     world: World, store: Path, tmp_path: Path
 ) -> None:
     back_up(store, tmp_path / "kept")
-    first, _ = folders(store)
-    digest = folder_digest(first)
+    first, second = folders(store)
+    digests = [folder_digest(first), folder_digest(second)]
     remove_folder(first)
+    remove_folder(second)
     first.mkdir()  # half of a deletion
+    second.symlink_to(tmp_path / "gone")
     world.database.close()
 
     restore(tmp_path / "kept", store)
 
-    assert folder_digest(first) == digest
+    assert [folder_digest(first), folder_digest(second)] == digests
+
+
+def alter(path: Path, data: bytes) -> None:
+    path.chmod(0o600)
+    path.write_bytes(data)
+
+
+def test_the_files_beside_the_weights_are_kept_too(
+    world: World, store: Path, tmp_path: Path
+) -> None:
+    first, second = folders(store)
+    for folder in (first, second):
+        folder.chmod(0o755)
+        (folder / PROBE).write_text("sound")
+    one, two = tmp_path / "all" / "one", tmp_path / "all" / "two"
+    back_up(store, one)
+    (first / PROBE).unlink()
+    alter(second / PROBE, b"other")
+    world.database.close()
+
+    assert restore(one, store).missing == {}
+    assert [(each / PROBE).read_text() for each in (first, second)] == ["sound", "sound"]
+
+    for probe in one.glob(f"adapters/*/{PROBE}"):
+        alter(probe, b"BROKEN")
+    assert back_up(store, two).missing == {}
+    assert [each.read_text() for each in two.glob(f"adapters/*/{PROBE}")] == ["sound"]
+    assert set(read_backup(one).missing) == {str(first), str(second)}
+
+
+def test_a_backup_of_the_release_before_is_restored(
+    world: World, store: Path, tmp_path: Path
+) -> None:
+    kept = tmp_path / "kept"
+    made = asdict(back_up(store, kept))
+    del made["others"]
+    (kept / MANIFEST).write_text(json.dumps({**made, "version": 1}))
+    world.database.close()
+
+    assert len(restore(kept, store).adapters) == 2
+
+
+def test_no_journal_of_another_store_is_played_back(
+    world: World, store: Path, tmp_path: Path
+) -> None:
+    """Of a restore that was killed, and of a store that was lost."""
+    back_up(store, tmp_path / "kept")
+    before = champion(store)
+    world.database.close()
+    killed = store.with_name(".restored-killed")
+    killed.mkdir()
+    hot = hot_journal(tmp_path)
+    for journal in (killed / f"{STORE}-journal", store.with_name(f"{store.name}-journal")):
+        journal.write_bytes(hot)
+    store.unlink()
+
+    for number in (1, 2, 3):  # in one second
+        restore(tmp_path / "kept", store, now=lambda: 7.0)
+        assert champion(store) == before, number
+
+    assert not killed.exists()
+    assert store.with_name(f"{store.name}.before-7-journal").exists()
+    assert store.with_name(f"{store.name}.before-8").exists()
+
+
+def hot_journal(folder: Path) -> bytes:
+    """That of a change which was not committed."""
+    file = folder / "hot.db"
+    with closing(sqlite3.connect(file, isolation_level=None)) as connection:
+        connection.execute("CREATE TABLE other (one)")
+        connection.execute("INSERT INTO other VALUES (randomblob(100000))")
+        connection.execute("PRAGMA cache_size = 1")
+        connection.execute("BEGIN")
+        connection.execute("UPDATE other SET one = randomblob(100000)")
+        return file.with_name("hot.db-journal").read_bytes()
+
+
+def test_a_copy_is_never_readable_by_others(store: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    kept.mkdir(mode=0o755)
+    back_up(store, kept)
+    assert (kept / STORE).stat().st_mode & 0o777 == 0o600
 
 
 def test_a_backup_by_a_newer_release_changes_nothing(
@@ -231,7 +334,7 @@ def test_a_backup_that_is_not_whole_changes_nothing(world: World, store: Path, k
     for text in ("{", "[]", json.dumps({"made_at": 1})):
         (kept / backup.MANIFEST).write_text(text)
         refused("no whole backup")
-    (kept / backup.MANIFEST).write_text(manifest.replace('"version": 1', '"version": 2'))
+    (kept / backup.MANIFEST).write_text(manifest.replace('"version": 2', '"version": 3'))
     refused("another release")
     (kept / backup.MANIFEST).write_text(manifest)
     whole = (kept / "store.db").read_bytes()

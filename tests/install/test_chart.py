@@ -16,7 +16,11 @@ MINORS = ("1.33", "1.35", "1.37")
 """Of Kubernetes."""
 EVERYTHING = {
     "learn": {"queue": "gpus", "processes": 2},
-    "serviceMonitor": {"enabled": True, "tokenSecret": {"name": "sidecar-metrics"}},
+    "serviceMonitor": {
+        "enabled": True,
+        "labels": {"release": "prometheus"},
+        "tokenSecret": {"name": "sidecar-metrics"},
+    },
     "vllm": {"podLabels": {"app.kubernetes.io/name": "vllm"}},
 }
 HELM = """
@@ -24,9 +28,10 @@ import json, sys, yaml
 import helm_python as helm
 
 folder, values = sys.argv[1], json.loads(sys.argv[2])
+name = values.pop("release", "s")
 try:
     with helm.Chart.load(folder) as chart:
-        files = chart.render(values, name="s", namespace="prod")
+        files = chart.render(values, name=name, namespace="prod")
     found = helm.lint(folder)
     manifests = [one for text in files.values() for one in yaml.safe_load_all(text) if one]
     print(json.dumps({"made": manifests, "errors": found["errors"], "said": found["messages"]}))
@@ -94,6 +99,7 @@ def test_every_pod_runs_without_rights_and_with_its_own_disk(rendered: list[Mani
     assert set(specs) == {"s-proxy", "s-ingest", "s-score", "s-control", "s-learn"}
     for spec in specs.values():
         assert spec["automountServiceAccountToken"] is False
+        assert spec["enableServiceLinks"] is False  # a release named sidecar has Services sidecar-*
         assert spec["securityContext"]["runAsNonRoot"] is True
         (container,) = spec["containers"]
         assert container["securityContext"] == {
@@ -131,10 +137,11 @@ def test_agents_do_not_reach_vllm(rendered: list[Manifest]) -> None:
             *(("Deployment", one) for one in ("ingest", "score", "control")),
         )
     ]
-    (rule,) = policy["ingress"]
-    (allowed,) = rule["from"]
+    ours, theirs = policy["ingress"]
+    (allowed,) = ours["from"]
 
     assert policy["podSelector"] == {"matchLabels": {"app.kubernetes.io/name": "vllm"}}
+    assert theirs == {"from": [{"podSelector": policy["podSelector"]}]}
     for one in labels:
         assert allowed["podSelector"]["matchLabels"].items() <= one.items()
 
@@ -156,6 +163,8 @@ def test_prometheus_finds_the_ports(rendered: list[Manifest]) -> None:
         monitor = named(rendered, "ServiceMonitor", name)["spec"]
         service = named(rendered, "Service", name)
         wanted = monitor["selector"]["matchLabels"]
+        labels = named(rendered, "ServiceMonitor", name)["metadata"]["labels"]
+        assert labels["release"] == "prometheus"
         assert wanted.items() <= service["metadata"]["labels"].items()
         assert monitor["endpoints"][0]["port"] == service["spec"]["ports"][0]["name"]
 
@@ -185,6 +194,9 @@ def test_the_settings_are_sound(
         ({"proxies": {}}, "proxies"),
         ({"secret": ""}, "secret"),
         ({}, "vllm.podLabels"),
+        ({"vllm": {"policy": None, "podLabels": {"app": "vllm"}}}, "policy"),
+        ({"learn": {"processes": None}}, "processes"),
+        ({"release": "s" * 41, "vllm": {"policy": False}}, "over 40 characters"),
         (
             {"serviceMonitor": {"enabled": True}, "vllm": {"policy": False}},
             "serviceMonitor.tokenSecret.name",
@@ -196,3 +208,13 @@ def test_values_that_are_wrong_are_refused(values: dict[str, Any], said: str) ->
 
     assert code == 1
     assert said in answer
+
+
+def test_a_release_may_have_a_name_that_yaml_reads_as_a_number() -> None:
+    code, said = helm({"release": "123", "settings": " \n[a]\n", "vllm": {"policy": False}})
+
+    assert code == 0, said
+    for one in json.loads(said.splitlines()[-1])["made"]:
+        named = one["metadata"]
+        assert isinstance(named["name"], str)
+        assert set(map(type, named["labels"].values())) == {str}

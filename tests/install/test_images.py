@@ -144,7 +144,7 @@ def ours(services: dict[str, Any], environment: dict[str, str], stack: Stack) ->
     """The services that are ours, on the host's network. Any: YAML."""
     made = {}
     for name in OURS:
-        one = {key: value for key, value in services[name].items() if key != "depends_on"}
+        one = services[name]
         port = {"SIDECAR_PROXY__PORT": str(stack.ports[name])} if name in PROXIES else {}
         kind = "proxy" if name in PROXIES else "control"
         socket = f"{stack.folder}/pg:/pg"

@@ -87,11 +87,16 @@ def test_the_newest_seven_whole_backups_are_kept(tmp_path: Path) -> None:
         if day != 5:  # that one was killed
             (made / "backup.json").touch()
         (made / "adapters" / "d1").chmod(0o555)
+    others = ["2025-12-31", "keys", "lost+found"]  # by hand, and a disk's own
+    for name in others:
+        (tmp_path / "to" / name).mkdir()
 
     done = back_up(tmp_path, 'mkdir "$3" && touch "$3/backup.json"')
 
     assert (done.returncode, done.stderr) == (0, "")
-    kept = sorted(one.name for one in (tmp_path / "to").iterdir())
+    there = {one.name for one in (tmp_path / "to").iterdir()}
+    assert there.issuperset(others)
+    kept = sorted(there.difference(others))
     assert [name[6:8] for name in kept[:6]] == ["03", "04", "06", "07", "08", "09"]
     assert len(kept) == 7
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -90,8 +91,11 @@ def test_a_schedule_by_hand_goes_on_and_measures_nothing(
     assert started == ["schedule"]
 
 
-def test_a_run_that_was_asked_for_and_lacks_packages_is_a_condition(
-    config: Callable[[str], list[str]], started: list[str], tmp_path: Path
+def test_a_run_that_was_asked_for_and_lacks_packages_is_a_condition_until_one_has_them(
+    config: Callable[[str], list[str]],
+    started: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with closing(Database(f"sqlite:///{tmp_path}/store.db")) as store:
         store.upgrade()
@@ -100,6 +104,14 @@ def test_a_run_that_was_asked_for_and_lacks_packages_is_a_condition(
 
         with store.read() as session:
             (found,) = read_all(session)
+
+        monkeypatch.setattr(processes, "find_spec", lambda name: name)
+        monkeypatch.setattr("learner.once.serve", lambda *_, **__: 0)
+        schedule, worker = os.pipe()
+        assert main([*config("manual"), "--worker", str(worker)]) == 0
+        os.close(schedule)
+        with store.read() as session:
+            assert read_all(session) == []
     assert (found.code, found.state) == ("learner_cannot_run", "act")
     assert WHAT.removeprefix("learner: ") in found.message
     assert started == []

@@ -261,7 +261,7 @@ async def test_the_admin_api_reads_and_changes_one_line(
         ("POST", "/learner/pause"),
     ],
 )
-async def test_an_unknown_project_is_404_with_the_known_ones(
+async def test_an_unknown_project_is_404_and_no_other_is_named(
     method: str, path: str, own: World, make_api: MakeApi
 ) -> None:
     api = make_api(lines=(DEFAULT, OWN))
@@ -269,9 +269,7 @@ async def test_an_unknown_project_is_404_with_the_known_ones(
     reply = await api.client.request(method, f"/admin/v1{path}?project=shop")
 
     assert reply.status_code == 404
-    assert reply.json()["detail"] == (
-        "shop has no adapters of its own; projects that have: support"
-    )
+    assert reply.json()["detail"] == "shop is none of the projects in serving.own_adapters"
 
 
 async def test_a_token_of_a_project_reads_nothing_of_the_others(

@@ -1,6 +1,7 @@
 {{- define "labels" -}}
+{{- if gt (len .root.Release.Name) 40 }}{{ fail "the release's name has over 40 characters: names that are made of it would be too long" }}{{ end -}}
 app.kubernetes.io/name: learning-sidecar
-app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
 app.kubernetes.io/component: {{ .component }}
 {{- end }}
 
@@ -10,6 +11,7 @@ app.kubernetes.io/component: {{ .component }}
 
 {{- define "pod" -}}
 automountServiceAccountToken: false
+enableServiceLinks: false # SIDECAR_PROXY_PORT, of the Service sidecar-proxy, would be an unknown setting
 {{- with .root.Values.image.pullSecrets }}
 imagePullSecrets: {{ toJson . }}
 {{- end }}
@@ -57,7 +59,7 @@ volumeMounts:
 
 {{- define "volumes" -}}
 - name: settings
-  configMap: {name: {{ .root.Release.Name }}}
+  configMap: {name: {{ .root.Release.Name | quote }}}
 - name: tmp
   emptyDir: {}
 - name: secrets
