@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
+import msgspec
 from sqlalchemy.engine import make_url
 
 from deploy.errors import BackupError
@@ -112,16 +113,7 @@ def read_backup(folder: Path) -> Backup:
     Returns: also what became of it since, in `missing`: an adapter that was damaged does not keep
     the rest from being restored.
     """
-    try:
-        read = dict(json.loads(read_plain(folder / MANIFEST)))
-        if read.get("version", 1) not in (1, VERSION):
-            raise BackupError(f"{folder} is of another release; restore it with that one")
-        made = Backup(**read)
-        told = {**made.adapters, **made.missing}
-        if not all(isinstance(one, str) for pair in told.items() for one in pair):
-            raise ValueError("a path or a digest is no text")
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise BackupError(f"{folder} holds no whole backup: {MANIFEST}: {error}") from error
+    made = _manifest(folder)
     try:
         if file_digest(folder / STORE) != made.store_sha256:
             raise BackupError(f"{folder / STORE} was changed after it was written; take another")
@@ -138,6 +130,16 @@ def read_backup(folder: Path) -> Backup:
             damaged[path] = str(error)
     kept = {path: digest for path, digest in made.adapters.items() if path not in damaged}
     return replace(made, adapters=kept, missing={**made.missing, **damaged})
+
+
+def _manifest(folder: Path) -> Backup:
+    try:
+        made = msgspec.json.decode(read_plain(folder / MANIFEST), type=Backup)
+    except (OSError, ValueError, RecursionError) as error:
+        raise BackupError(f"{folder} holds no whole backup: {MANIFEST}: {error}") from error
+    if made.version not in (1, VERSION):
+        raise BackupError(f"{folder} is of another release; restore it with that one")
+    return made
 
 
 def restore(folder: Path, store: Path, *, now: Callable[[], float] = time.time) -> Backup:
@@ -189,21 +191,20 @@ def restore(folder: Path, store: Path, *, now: Callable[[], float] = time.time) 
     return made
 
 
-def refuse_other_owner(*paths: Path) -> None:
-    """Raises: BackupError for root where one of them, or the folder that has it, is another user's:
-    his processes could not write what root makes, and his link may name any file of root's."""
-    for way in (way for path in paths for way in (path.absolute(), path.resolve())):
+def refuse_other_owner(*files: Path) -> None:
+    """Raises: BackupError for root where a file, its folder, or a link to it is another user's: his
+    processes could not write what root makes, and his link may name any file of root's."""
+    for way in (way for file in files for way in (file.absolute(), file.resolve())):
         there = [one for one in (way, *way.parents) if os.path.lexists(one)]
-        for one in there[:2]:
+        near = [one for one in there if one in (way, way.parent) or one.is_symlink()]
+        for one in near or there[:1]:
             if os.geteuid() == 0 != (owner := one.lstat().st_uid):
-                raise BackupError(
-                    f"{one} belongs to the user {owner}: restore as that one, by sudo -u"
-                )
+                raise BackupError(f"{one} is of the user {owner}: restore as that one, by sudo -u")
 
 
 def _may_be_adapter(there: Path, digest: str) -> bool:
-    """True for an adapter, also a damaged one, a link or an empty folder, and where nothing is."""
-    if there.is_symlink() or not there.exists() or (there / CONFIG).is_file():
+    """True for an adapter, also a damaged one or an empty folder, and where nothing is."""
+    if not there.exists() or (there / CONFIG).is_file():
         return True
     return there.is_dir() and (there.name == digest or not any(there.iterdir()))
 
@@ -242,9 +243,9 @@ def _copy_for_backup(folder: Path, target: Path) -> None:
     for whole in target.parents[1].parent.glob(f"*/{MANIFEST}"):
         other = whole.parent / "adapters" / target.name
         try:
-            _check(other, target.name, json.loads(read_plain(whole))["others"][target.name])
+            _check(other, target.name, _manifest(whole.parent).others[target.name])
             _copy(other, target, os.link)
-        except (OSError, BackupError, ValueError, LookupError, TypeError):
+        except (OSError, BackupError, LookupError):
             remove_folder(target)
         else:
             return

@@ -165,7 +165,7 @@ def store_restore(context: typer.Context, folder: Folder, output: Output = "text
 
     settings = settings_of(context)
     store = store_file(settings.store.url)
-    refuse_other_owner(store, settings.state_dir)  # before root makes the locks
+    refuse_other_owner(store, settings.state_dir / "up.lock")  # before root makes the locks
     with ExitStack() as locks:
         for name in ("up", *LOCKED):  # none of them starts meanwhile
             locks.enter_context(only_one(settings.state_dir, name))

@@ -167,16 +167,19 @@ def test_root_restores_no_store_of_another_user(
         os.chown(link, 1234, -1, follow_symlinks=False)
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     owner = store.stat().st_uid
-    why = f"belongs to the user {owner}: restore as that one"
+    why = f"is of the user {owner}: restore as that one"
 
     with pytest.raises(BackupError, match=why):
         restore(tmp_path / "kept", store)
     with pytest.raises(BackupError, match=why):
-        refuse_other_owner(link, tmp_path)
+        refuse_other_owner(link)
     if owner == 1234:
         os.chown(store, 0, -1)
-        with pytest.raises(BackupError, match=f"{link} belongs to the user 1234"):
+        with pytest.raises(BackupError, match=f"{link} is of the user 1234"):
             restore(tmp_path / "kept", link)  # the file is root's, the link to it is not
+        os.chown(link, 0, -1, follow_symlinks=False)
+        os.chown(tmp_path, 1234, -1)
+        refuse_other_owner(link.parent / "state" / "up.lock")  # only what is above is of another
 
 
 def test_links_stay_and_none_is_followed(world: World, store: Path, tmp_path: Path) -> None:
@@ -238,6 +241,8 @@ def test_the_files_beside_the_weights_are_kept_too(
 
     for probe in one.glob(f"adapters/*/{PROBE}"):
         alter(probe, b"BROKEN")
+    (tmp_path / "all" / "odd").mkdir()
+    (tmp_path / "all" / "odd" / MANIFEST).write_text("[" * 100_000)
     assert back_up(store, two).missing == {}
     assert [each.read_text() for each in two.glob(f"adapters/*/{PROBE}")] == ["sound"]
     assert set(read_backup(one).missing) == {str(first), str(second)}
@@ -343,7 +348,11 @@ def test_a_backup_that_is_not_whole_changes_nothing(world: World, store: Path, k
     (kept / "store.db").write_bytes(whole)
     (kept / backup.MANIFEST).write_text(manifest.replace(str(folders(store)[0]), "/etc"))
     refused("does not name")
-    for text in (manifest.replace('"adapters": {', '"adapters": [{'), "[" * 100_000):
+    for text in (
+        manifest.replace('"adapters": {', '"adapters": [{'),
+        manifest.replace('"others": {', '"others": null, "was": {'),
+        "[" * 100_000,
+    ):
         (kept / backup.MANIFEST).write_text(text)
         refused("no whole backup")
 

@@ -196,7 +196,8 @@ def test_the_settings_are_sound(
         ({}, "vllm.podLabels"),
         ({"vllm": {"policy": None, "podLabels": {"app": "vllm"}}}, "policy"),
         ({"learn": {"processes": None}}, "processes"),
-        ({"release": "s" * 41, "vllm": {"policy": False}}, "over 40 characters"),
+        ({"release": "s" * 41, "vllm": {"policy": False}}, "the release's name"),
+        ({"release": "1a", "vllm": {"policy": False}}, "the release's name"),
         (
             {"serviceMonitor": {"enabled": True}, "vllm": {"policy": False}},
             "serviceMonitor.tokenSecret.name",
@@ -210,11 +211,13 @@ def test_values_that_are_wrong_are_refused(values: dict[str, Any], said: str) ->
     assert said in answer
 
 
-def test_a_release_may_have_a_name_that_yaml_reads_as_a_number() -> None:
-    code, said = helm({"release": "123", "settings": " \n[a]\n", "vllm": {"policy": False}})
+def test_names_and_settings_are_text_whatever_yaml_would_read() -> None:
+    settings = " \n[a]\n\u2028---\r\nb = '{{ x }}'  "
+    code, said = helm({"release": "null", "settings": settings, "vllm": {"policy": False}})
 
     assert code == 0, said
-    for one in json.loads(said.splitlines()[-1])["made"]:
-        named = one["metadata"]
+    made = json.loads(said.splitlines()[-1])["made"]
+    assert [one["data"] for one in made if "data" in one] == [{"sidecar.toml": settings}]
+    for named in (one["metadata"] for one in made):
         assert isinstance(named["name"], str)
         assert set(map(type, named["labels"].values())) == {str}

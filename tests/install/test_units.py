@@ -90,12 +90,19 @@ def test_the_newest_seven_whole_backups_are_kept(tmp_path: Path) -> None:
     others = ["2025-12-31", "keys", "lost+found"]  # by hand, and a disk's own
     for name in others:
         (tmp_path / "to" / name).mkdir()
+    kept_elsewhere = tmp_path / "elsewhere" / "backup.json"
+    kept_elsewhere.parent.mkdir()
+    kept_elsewhere.touch()
+    for name in ("20250101T000000Z", "20250102T000000Z"):
+        (tmp_path / "to" / name).symlink_to(kept_elsewhere.parent)
+    others += ["20250101T000000Z", "20250102T000000Z"]
 
     done = back_up(tmp_path, 'mkdir "$3" && touch "$3/backup.json"')
 
     assert (done.returncode, done.stderr) == (0, "")
     there = {one.name for one in (tmp_path / "to").iterdir()}
     assert there.issuperset(others)
+    assert kept_elsewhere.exists()
     kept = sorted(there.difference(others))
     assert [name[6:8] for name in kept[:6]] == ["03", "04", "06", "07", "08", "09"]
     assert len(kept) == 7

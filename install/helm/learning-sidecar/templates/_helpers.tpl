@@ -1,5 +1,5 @@
 {{- define "labels" -}}
-{{- if gt (len .root.Release.Name) 40 }}{{ fail "the release's name has over 40 characters: names that are made of it would be too long" }}{{ end -}}
+{{- if not (regexMatch "^[a-z][-a-z0-9]{0,39}$" .root.Release.Name) }}{{ fail "the release's name: a letter, then at most 39 letters, digits or -, as names of Services that begin with it must be" }}{{ end -}}
 app.kubernetes.io/name: learning-sidecar
 app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
 app.kubernetes.io/component: {{ .component }}
