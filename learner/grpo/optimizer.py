@@ -6,8 +6,8 @@ moves by about the learning rate whatever the advantages were. So each step has 
     rate * sum of min(1, s_i / r_i) / (n + k)
                             s_i: signal of group i: root mean square of its advantages, less what
                             cancels between its answers (`signal`)
-                            r_i: `REFERENCE_SPREAD`; the typical spread of the run's groups, if that
-                            is less and their judge's noise is known (`Selection.references`)
+                            r_i: `REFERENCE_SPREAD`; less for groups that all spread less, where
+                            their judge's noise is known (`learner.runs.selection`)
                             n: groups of the step. k: groups that were left out because their
                             answers differ by no more than noise
 

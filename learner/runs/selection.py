@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import compress, takewhile
 from statistics import fmean
@@ -46,8 +46,11 @@ PASSING = 0.05
 """Share of the groups of pure noise that pass, at most."""
 Noise = Mapping[JudgedBy, MeasuredNoise]
 """Who scored -> the measured noise of such scores."""
-ROUNDING = 1e-6
-"""Score units: a smaller spread is of arithmetic, where a judge has no noise at all."""
+SURE_SPREAD = 0.005
+"""Least spread with a judge without any noise: one answer of four a hundredth apart."""
+FULL_SIGNAL = 5.0
+"""Times the noise, from which on a group counts in full. Noise alone of which 0.7 was measured then
+has 0.14 of the rate of a step, and scores squeezed to a tenth with noise of 0.005 have 0.9."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +92,7 @@ def spread_gate(
     if measured is None or share == 0.0:
         return SpreadGate(least=MIN_SPREAD, noise_sd=None)
     sd = share * measured.sd
-    return SpreadGate(least=max(ROUNDING, sd * noise_factor(scores)), noise_sd=sd)
+    return SpreadGate(least=max(SURE_SPREAD, sd * noise_factor(scores)), noise_sd=sd)
 
 
 def judge_share(rewarded: Rewarded | None) -> float:
@@ -198,6 +201,8 @@ class Selection:
     gates: Mapping[str, SpreadGate]
     """group id -> the least spread that its scores had to have; of taken groups, and of those
     dropped for their spread"""
+    references: Mapping[str, float] = field(default_factory=dict)
+    """group id -> signal from which on it counts in full, of groups whose judge's noise is known"""
 
     @property
     def masked_answers(self) -> Mapping[str, int]:
@@ -213,16 +218,6 @@ class Selection:
     def least_spread(self) -> Mapping[str, float]:
         """Group id -> the least spread of its rewards, for the groups to train on."""
         return {group.group_id: self.gates[group.group_id].least for group in self.groups}
-
-    @property
-    def references(self) -> Mapping[str, float]:
-        """Group id -> signal from which on it counts in full, of groups whose judge's noise is
-        measured: their own typical spread (root mean square), at most `REFERENCE_SPREAD`."""
-        known = [one for one in self.groups if self.gates[one.group_id].noise_sd is not None]
-        rewards = [session_scores(one, [row.counted for row in one.rows]) for one in known]
-        spreads = [spread(list(of_group.values())) for of_group in rewards]
-        typical = math.hypot(*spreads) / math.sqrt(len(spreads) or 1)
-        return {group.group_id: min(REFERENCE_SPREAD, typical) for group in known}
 
 
 def select_by(
@@ -278,7 +273,27 @@ def select_groups(
         texts=texts,
         masks=masked,
         gates=gates,
+        references=_references(groups, gates),
     )
+
+
+def _references(
+    groups: Sequence[TrainingGroup], gates: Mapping[str, SpreadGate]
+) -> dict[str, float]:
+    """Return the references of groups with known noise: the typical spread (root mean square) of
+    those with the same noise, that is of one judge and rule, between what is sure and
+    `REFERENCE_SPREAD`."""
+    spreads: dict[float, dict[str, float]] = {}
+    for group in groups:
+        if (sd := gates[group.group_id].noise_sd) is not None:
+            rewards = session_scores(group, [row.counted for row in group.rows])
+            spreads.setdefault(sd, {})[group.group_id] = spread(list(rewards.values()))
+    found: dict[str, float] = {}
+    for sd, of in spreads.items():
+        typical = math.hypot(*of.values()) / math.sqrt(len(of))
+        reference = min(REFERENCE_SPREAD, max(MIN_SPREAD, FULL_SIGNAL * sd, typical))
+        found |= dict.fromkeys(of, reference)
+    return found
 
 
 def masks_of(scored: ScoredGroup) -> list[str | None]:

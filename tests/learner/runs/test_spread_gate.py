@@ -85,8 +85,8 @@ def test_the_gate_is_the_noise_where_it_is_measured() -> None:
     group = make_scored_group([0.4, 0.6])
 
     assert spread_gate(group, {}).least == 0.02
-    assert spread_gate(group, measured(0.001)).least == pytest.approx(0.001 * 1.3859, rel=1e-4)
-    assert spread_gate(group, measured(0.0)).least == 1e-6
+    assert spread_gate(group, measured(0.01)).least == pytest.approx(0.01 * 1.3859, rel=1e-4)
+    assert spread_gate(group, measured(0.0)).least == 0.005
     gate = spread_gate(group, measured(0.05))
     assert gate.least == pytest.approx(0.05 * 1.3859, rel=1e-4)
     assert gate.noise_sd == 0.05
@@ -136,10 +136,13 @@ def test_a_sure_judge_that_squeezes_its_scores_is_learned_from_in_full() -> None
 
     assert selection.dropped == {"2": "no_spread"}
     typical = math.sqrt((0.03**2 + 0.01**2) / 2)
+    assert typical > 0.02
     assert selection.references == {"0": pytest.approx(typical), "1": pytest.approx(typical)}
     not_measured = select(*groups, sd=None)
     assert not_measured.dropped == {"1": "no_spread", "2": "no_spread"}
     assert not_measured.references == {}
+    assert select(*groups, sd=0.006).references == dict.fromkeys("01", pytest.approx(0.03))
+    assert select(groups[1], sd=0.002).references == {"1": 0.02}
     far = [make_scored_group(scores, group_id="far") for scores in ([0.0, 1.0],)]
     assert select(*far, sd=0.002).references == {"far": 0.25}
 
