@@ -155,8 +155,7 @@ def share(
 
 MIN_SPREAD = 0.02
 """Groups whose scores have a smaller standard deviation are left out while the noise of their judge
-is not known. Where it is measured, the limit is about 1.4 times it, be that more or less: of groups
-that differ by noise alone, one in twenty passes (docs/judge.md)."""
+is not known. Where it is measured the limit is by it (`learner.runs.selection.spread_gate`)."""
 REFERENCE_SPREAD = 0.25
 """Signal of a group, in score units, above which the rate no longer grows with it
 (`learner.grpo.optimizer`)."""
@@ -170,6 +169,11 @@ def spread(rewards_G: Sequence[float]) -> float:
     """
     _need_two(rewards_G)
     return pstdev(rewards_G)
+
+
+def group_spread(group: TrainingGroup, counted_G: Sequence[bool]) -> float:
+    """Return the `spread` of the rewards of a group's sessions, or answers, that count."""
+    return spread(list(session_scores(group, counted_G).values()))
 
 
 def _need_two(rewards_G: Sequence[float]) -> None:

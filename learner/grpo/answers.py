@@ -23,9 +23,9 @@ from learner.grpo.advantages import (
     MIN_SPREAD,
     MIN_TRAINABLE,
     assign_rows,
+    group_spread,
     session_scores,
     share,
-    spread,
     text_key,
 )
 from learner.records import CheckedAnswers, Drift, Fault, TrainableRow, TrainingGroup
@@ -347,7 +347,7 @@ def _flat(group: TrainingGroup, before: Sequence[bool], least: float) -> Fault |
     counted = [row.counted for row in group.rows]
     if counted == before:
         return None  # the gate saw these rewards
-    found = spread(list(session_scores(group, counted).values()))
+    found = group_spread(group, counted)
     text = f"the rewards of the {sum(counted)} answers that count spread by {found:.4f}"
     if found < least:
         why = NO_SPREAD if found < MIN_SPREAD else WITHIN_NOISE

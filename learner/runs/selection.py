@@ -30,7 +30,7 @@ from learner.grpo.advantages import (
     REFERENCE_SPREAD,
     assign,
     assign_rows,
-    session_scores,
+    group_spread,
     share,
     spread,
     text_key,
@@ -286,8 +286,8 @@ def _references(
     spreads: dict[float, dict[str, float]] = {}
     for group in groups:
         if (sd := gates[group.group_id].noise_sd) is not None:
-            rewards = session_scores(group, [row.counted for row in group.rows])
-            spreads.setdefault(sd, {})[group.group_id] = spread(list(rewards.values()))
+            counted = [row.counted for row in group.rows]
+            spreads.setdefault(sd, {})[group.group_id] = group_spread(group, counted)
     found: dict[str, float] = {}
     for sd, of in spreads.items():
         typical = math.hypot(*of.values()) / math.sqrt(len(of))
@@ -550,7 +550,7 @@ def _why_no_task(
             "too_few_trainable",
             f"{which} of {len(rewards)} sessions have answers that can be trained on",
         )
-    found = spread(list(session_scores(made, [True] * len(made.rows)).values()))
+    found = group_spread(made, [True] * len(made.rows))
     if found == 0.0 or found < gate.least:
         return Fault("no_spread", gate.words)
     longest = max(len(row.token_ids) for row in made.rows)

@@ -95,7 +95,7 @@ REMOVED: Mapping[str, str] = {
     "learner.missing_logprobs": "the trainer computes them",
     "learner.poll_s": "POLL_S in learner.schedule.loop is 2.0",
     "learner.processes_timeout_s": "TIMEOUT_S in learner.ranks is 1800.0",
-    "learner.reference_spread": "REFERENCE_SPREAD in learner.grpo.optimizer is 0.25",
+    "learner.reference_spread": "REFERENCE_SPREAD in learner.grpo.advantages is 0.25",
     "learner.advanced.warmup_steps": "the rate is whole from the first step",
     "learner.seed": "SEED in learner.policy.adapter_io is 0",
     "learner.warmup": "no run takes supervised steps",

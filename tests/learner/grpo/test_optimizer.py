@@ -75,7 +75,7 @@ def test_a_group_counts_with_its_own_share() -> None:
     assert optimizer.step().rate == pytest.approx(RATE * 3 / 8)
 
 
-def test_it_does_not_grow_beyond_the_reference() -> None:
+def test_the_step_is_as_large_whatever_the_size_of_the_gradients() -> None:
     steps = [noise(0, 8)]
     whole, _ = run(steps)
     strong, _ = run([[4 * gradient for gradient in steps[0]]])
