@@ -106,18 +106,17 @@ async def run(stack: Stack, rounds_wanted: int) -> None:
     async def examine(name: str) -> None:
         sheets[name] = await exam(name, ROUND_ANSWERS)
 
-    await examine(BASE)
     say("customers start to come; the agent's only change is its base_url")
     sending = asyncio.create_task(traffic.run(stop))
+    await examine(BASE)
     watcher = RoundWatcher(stack.addresses.admin_url, say)
     rounds: list[Round] = []
     while len(rounds) < rounds_wanted:
-        done = await watcher.next_round()
+        done = await watcher.next_round(last=len(rounds) + 1 == rounds_wanted)
         rounds.append(done)
         say(f"round {len(rounds)} of {rounds_wanted}: {done.describe()}")
-        if done.champion not in sheets:
+        if done.champion not in sheets and len(rounds) < rounds_wanted:
             await examine(done.champion)
-    await watcher.pause_learner()
     stop.set()
     await sending
     say(
@@ -126,7 +125,14 @@ async def run(stack: Stack, rounds_wanted: int) -> None:
     )
     champion = rounds[-1].champion
     say("final exam: base and champion answer the held-out questions in the same blind groups")
-    final = {name: await exam(name, FINAL_ANSWERS) for name in dict.fromkeys((BASE, champion))}
+
+    async def whole(name: str) -> list[ExamAnswer]:
+        known = sheets.get(name, [])
+        return known + await exam(name, FINAL_ANSWERS - (ROUND_ANSWERS if known else 0))
+
+    names = list(dict.fromkeys((BASE, champion)))
+    final = dict(zip(names, await asyncio.gather(*map(whole, names)), strict=True))
+    sheets.setdefault(champion, final[champion])
     judge = LiteLlmJudge(settings.judge)
     rubric = settings.judge.rubric
     held_out = compare(

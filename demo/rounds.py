@@ -43,8 +43,8 @@ class RoundWatcher:
         self._events = 0
         """What happened so far; a control that is away is nothing."""
 
-    async def next_round(self) -> Round:
-        """Wait for the next canary to end."""
+    async def next_round(self, *, last: bool = False) -> Round:
+        """Wait for the next canary to end. last: no run of the learner begins beside it."""
         loop = asyncio.get_running_loop()
         seen, deadline = -1, 0.0
         async with httpx.AsyncClient(timeout=30.0) as client:
@@ -52,7 +52,7 @@ class RoundWatcher:
                 if self._events != seen:  # a slow machine may take long, as long as it goes on
                     seen, deadline = self._events, loop.time() + ROUND_TIMEOUT_S
                 try:
-                    done = await self._look(client)
+                    done = await self._look(client, last=last)
                 except httpx.TransportError as error:
                     if self._first_time("away", str(int(loop.time()) // 10)):
                         self._say(f"  control is away ({error!r}); it will be back")
@@ -65,11 +65,13 @@ class RoundWatcher:
             f"nothing happened in {ROUND_TIMEOUT_S:.0f} s; the funnel: {funnel}"
         )
 
-    async def _look(self, client: httpx.AsyncClient) -> Round | None:
+    async def _look(self, client: httpx.AsyncClient, *, last: bool) -> Round | None:
         """Say what is new. Returns: a round that has ended, if one has."""
         await self._tell_runs(client)
         for canary in reversed(await self._items(client, "canaries")):
             self._tell_canary(canary)
+            if last and canary["canary_id"] not in self._ended and self._first_time("paused"):
+                await self.pause_learner()
             if canary["state"] in ENDED and canary["canary_id"] not in self._ended:
                 done = await self._round(client, canary)
                 self._ended.add(canary["canary_id"])

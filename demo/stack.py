@@ -121,6 +121,7 @@ def engine_section(port: int, *, lora: bool = True) -> dict[str, Any]:
         # three of them, as the tests start, then share one core of two (docs/log.md).
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // 2)),
+        "VLLM_WORKER_MULTIPROC_METHOD": "fork",  # of the worker, by the engine core (`engine_site`)
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": str(ENGINE_SITE),
