@@ -42,6 +42,7 @@ class RoundWatcher:
         self._seen: set[tuple[str, ...]] = set()
         self._events = 0
         """What happened so far; a control that is away is nothing."""
+        self._paused = False
 
     async def next_round(self, *, last: bool = False) -> Round:
         """Wait for the next canary to end. last: no run of the learner begins beside it."""
@@ -70,8 +71,9 @@ class RoundWatcher:
         await self._tell_runs(client)
         for canary in reversed(await self._items(client, "canaries")):
             self._tell_canary(canary)
-            if last and canary["canary_id"] not in self._ended and self._first_time("paused"):
+            if last and not self._paused and canary["canary_id"] not in self._ended:
                 await self.pause_learner()
+                self._paused = True
             if canary["state"] in ENDED and canary["canary_id"] not in self._ended:
                 done = await self._round(client, canary)
                 self._ended.add(canary["canary_id"])
