@@ -46,8 +46,8 @@ PACKAGE = "learning-sidecar"
 
 EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
     "control": (
-        "alembic", "apscheduler", "detect_secrets", "fsspec", "huggingface_hub", "jinja2",
-        "jsonschema", "phonenumbers", "referencing", "tokenizers",
+        "alembic", "apscheduler", "cronsim", "detect_secrets", "fsspec", "huggingface_hub",
+        "jinja2", "jsonschema", "phonenumbers", "referencing", "tokenizers",
     ),
     "judge": ("litellm",),
     "learner": ("torch", "transformers", "peft", "safetensors"),

@@ -213,9 +213,9 @@ def _betweens(kind: Any) -> Iterator[Between]:
             (f'[learner]\nschedule = "cron"\ncron = "{cron}"', f"setting learner.cron: {why}")
             for cron, why in (
                 ("0 3 * *", "has 4 fields instead of 5; give five fields: minute, hour, day, mont"),
-                ("61 3 * * *", "minute 61 is not in 0 to 59"),
-                ("* * * * nosuchday", "weekday 'nosuchday' is no number and no name"),
-                ("0 0 31 2 *", "names a day that never comes"),
+                ("61 3 * * *", "'61 3 * * *': Bad minute; give five"),
+                ("* * * * nosuchday", "'* * * * nosuchday': Bad day-of-week; give five"),
+                ("0 0 */30 2 1#5", "names a day that never comes"),
             )
         ),
         ("[learner]\nmin_groups = 257", "setting learner.min_groups is 257 and learner.max_groups"),
