@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from sqlalchemy import or_, select
 from sqlalchemy.orm import Session
 
-from learner.adapter_folder import LINEAGE, file_digest, folder_digest
+from learner.adapter_folder import LINEAGE, file_digest, folder_digest, read_plain
 from learner.errors import LearnerError
 from learner.explain import one_line
 from learner.origin import (
@@ -196,7 +196,7 @@ def _altered(session: Session, row: AdapterRow) -> str | None:
 def _lineage(row: AdapterRow) -> dict[str, Any]:
     path = Path(row.path) / LINEAGE
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(read_plain(path))
     except FileNotFoundError:
         _impossible(f"{path} is gone")
     except (OSError, ValueError, RecursionError) as error:

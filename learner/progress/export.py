@@ -273,7 +273,7 @@ class ExportedRun:
             return
         try:
             act()
-        except Exception as error:  # noqa: BLE001  a tracker's library raises what it likes
+        except (Exception, SystemExit) as error:  # noqa: BLE001  a tracker's library raises what it likes
             self._failed = True
             if not said:
                 log.warning("export_failed", run_id=self._run_id, error=one_line(error))

@@ -34,7 +34,7 @@ from learner.errors import (
 from learner.explain import explain_full, is_full, one_line
 from learner.resume import CLAIMED, Released, WorkFolder, released, remove_folder, work_folders
 from learner.runs.publish import unplace
-from learner.runs.runs import holds, kept_ids, taken_from
+from learner.runs.runs import KEPT_S, holds, kept_ids, taken_from
 from sidecar.errors import StoreError
 from sidecar.lines import learner_of
 from sidecar.settings import Settings
@@ -116,13 +116,23 @@ def begin_again(
 
 
 def sweep(database: Database, adapters_dir: Path, model: str, *, now: float) -> None:
-    """Remove the work folders of runs that will not go on. Raises: OSError, StoreError."""
+    """Remove the work folders of runs that will not go on; what cannot be removed stays (logged).
+
+    A run that this store does not know may be another store's: its folder stays for `KEPT_S`.
+    Raises: StoreError.
+    """
+    found = list(work_folders(adapters_dir))
     with database.read() as session:
         kept = kept_ids(session, model, now=now)
-    for run_id, _ in list(work_folders(adapters_dir)):
+        foreign = {run_id for run_id, _ in found if session.get(RunRow, run_id) is None}
+    for run_id, folder in found:
         leftover = WorkFolder(adapters_dir, run_id)
-        if run_id not in kept and take_back(database, leftover):
-            leftover.remove()
+        try:
+            young = run_id in foreign and now - folder.stat().st_mtime < KEPT_S
+            if run_id not in kept and not young and take_back(database, leftover):
+                leftover.remove()
+        except OSError as error:
+            log.warning("work_folder_kept", folder=str(folder), error=str(error))
 
 
 def take_back(database: Database, work: WorkFolder, *, token: str | None = None) -> bool:

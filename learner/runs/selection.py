@@ -24,6 +24,7 @@ from ingest.judge_noise import JudgedBy, MeasuredNoise
 from ingest.records import UNREADABLE, Answer, Rewarded, ScoredGroup
 from ingest.sessions.rows import RowAnswer, TokenRow
 from ingest.tasks.material import TaskGroup
+from ingest.verifiers.rewarding import FAIL_TOP
 from learner.grpo.advantages import (
     MIN_SPREAD,
     MIN_TRAINABLE,
@@ -62,6 +63,9 @@ class SpreadGate:
     noise_sd: float | None
     """Standard deviation of the judge's noise in one reward; None: it has none, or it is not
     measured."""
+    rest: float = MIN_SPREAD
+    """Least spread of what is left when answers are left out later: a gate told them apart, and may
+    not any more."""
 
     @property
     def words(self) -> str:
@@ -81,42 +85,48 @@ def spread_gate(
 
     counted: [G] the answers whose rewards make the spread; None: all.
     """
-    measured = noise.get(scored.judged_by)
-    rewarded, scores = scored.rewarded, scored.scores
+    measured, scores = noise.get(scored.judged_by), scored.scores
     if counted is not None:
         scores = tuple(compress(scores, counted))
-        if rewarded is not None:
-            rewarded = replace(rewarded, checks=tuple(compress(rewarded.checks, counted)))
+    share, apart = judge_share(scored.rewarded, counted)
     # Scores that are all equal have no noise that shows; the judge may not have been asked.
-    share = judge_share(rewarded) if len(set(scores)) > 1 else 0.0
-    if measured is None or share == 0.0:
+    if measured is None or share == 0.0 or len(set(scores)) < 2:
         return SpreadGate(least=MIN_SPREAD, noise_sd=None)
     sd = share * measured.sd
-    return SpreadGate(least=max(SURE_SPREAD, sd * noise_factor(scores)), noise_sd=sd)
+    least = max(SURE_SPREAD, sd * noise_factor(scores))
+    if apart:
+        return SpreadGate(least=MIN_SPREAD, noise_sd=None, rest=least)
+    return SpreadGate(least=least, noise_sd=sd, rest=least)
 
 
-def judge_share(rewarded: Rewarded | None) -> float:
-    """Return how much of a change of the judge's score goes into the reward, 0..1.
+def judge_share(
+    rewarded: Rewarded | None, counted: Sequence[bool] | None = None
+) -> tuple[float, bool]:
+    """Return how much of a change of the judge's score goes into the reward, 0..1, and whether a
+    gate tells the answers that count apart, with a gap between both kinds.
 
-    0: a gate tells the answers apart, with a gap between both kinds. 1 where the rule is damaged.
-    The rules are those of `ingest.verifiers.rewarding`.
+    (1, False) where the rule is damaged. The rules are those of `ingest.verifiers.rewarding`: a
+    gate makes its kinds of all answers, also of those that do not count here.
     """
     if rewarded is None:
-        return 1.0
+        return 1.0, False
     try:
         rule = rewarded.rule
         counting = [one for one in rule["verifiers"] if one["counts"]]
         ranks = rule["combine"] == "gate_then_rank"
         gates = {one["name"]: one["pass_at"] for one in counting if ranks and one["gate"]}
-        kinds = {
+        kinds = [
             all(one["score"] >= gates[one["name"]] for one in checks if one["name"] in gates)
             for checks in rewarded.checks
-        }
+        ]
         weights = sum(one["weight"] for one in counting if one["name"] not in gates)
         share = rule["judge_weight"] / (rule["judge_weight"] + weights)
     except (LookupError, TypeError, ArithmeticError):
-        return 1.0
-    return 0.0 if len(kinds) > 1 else min(1.0, max(0.0, float(share)))
+        return 1.0, False
+    if len(set(kinds)) > 1:
+        share *= FAIL_TOP
+    apart = len(set(kinds if counted is None else compress(kinds, counted))) > 1
+    return min(1.0, max(0.0, float(share))), apart
 
 
 def noise_factor(scores: Sequence[float]) -> float:
@@ -216,8 +226,9 @@ class Selection:
 
     @property
     def least_spread(self) -> Mapping[str, float]:
-        """Group id -> the least spread of its rewards, for the groups to train on."""
-        return {group.group_id: self.gates[group.group_id].least for group in self.groups}
+        """Group id -> the least spread of its rewards once answers are left out, for the groups to
+        train on."""
+        return {group.group_id: self.gates[group.group_id].rest for group in self.groups}
 
 
 def select_by(

@@ -112,11 +112,12 @@ class Hold:
     def tries_again(self, *, goes_on: bool) -> bool:
         """Return True when the scheduled time that the last run used up is due again.
 
-        goes_on: the run is unfinished, and the next start goes on with it in any case. What the
-        reward watch holds is asked again at the next scheduled time (docs/reward-watch.md).
+        goes_on: the run is unfinished, and the next start goes on with it in any case; one that was
+        stopped before it claimed groups is not. What the reward watch holds is asked again at the
+        next scheduled time (docs/reward-watch.md).
         """
-        if self.code == NO_ROOM:
-            return True
+        if self.code in (NO_ROOM, STOPPED):
+            return not goes_on
         return 0 < self.failures < TRIES and not goes_on
 
 
@@ -240,6 +241,8 @@ class Schedule:
         self._run_id = ""
         self._of_turn = False
         """True when the child process was started for a scheduled time, not only on request."""
+        self._requested = False
+        """True when it was asked for."""
         self._hold = Hold()
         self._logged: Decision | None = None
         self._told: Condition | None = None
@@ -272,6 +275,7 @@ class Schedule:
             if decision.start:
                 timed = self._turns is not None
                 self._of_turn = timed and (seen.due or seen.unfinished is not None)
+                self._requested = seen.requested
                 self._start(decision)
             if decision.spent and seen.due and not self._by_groups:
                 with self._database.write(alone=False) as session:
@@ -294,6 +298,9 @@ class Schedule:
 
     def _note_due(self, session: Session, value: str) -> None:
         set_flag(session, flag_of(DUE_FLAG, self.line.name), value, now=self._clock())
+
+    def _request(self, session: Session, value: str) -> None:
+        set_flag(session, flag_of(REQUESTED_FLAG, self.line.name), value, now=self._clock())
 
     def _come_round(self) -> None:
         """Mark a run as due when a scheduled time has come, and store when the next one does. Times
@@ -339,7 +346,7 @@ class Schedule:
     def _start(self, decision: Decision) -> None:
         run_id = uuid.uuid4().hex
         with self._database.write() as session:
-            set_flag(session, flag_of(REQUESTED_FLAG, self.line.name), "0", now=self._clock())
+            self._request(session, "0")
         self._child, self._run_id = self._launch(run_id), run_id
         log.info("run_launched", run_id=run_id, why=decision.why)
 
@@ -366,6 +373,9 @@ class Schedule:
             again = self._of_turn and hold.tries_again(goes_on=goes_on)
             if again:
                 self._note_due(session, "1")
+            stopped = code == STOPPED or (stopped and code < 0)
+            if self._requested and stopped and not goes_on:
+                self._request(session, "1")
         self._child, self._hold = None, hold
         log.info("run_ended", run_id=self._run_id, exit_code=code, held_s=hold.wait_s)
 

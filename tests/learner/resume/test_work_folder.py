@@ -6,12 +6,16 @@ import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from structlog.testing import capture_logs
 
 from learner.errors import RunStoppedError
 from learner.resume import CLAIMED, PLACING, STATE, WorkFolder, remove_folder, work_folders
+from learner.runs.interrupted import sweep
+from learner.runs.runs import KEPT_S
+from sidecar.store.database import Database
 
 
 @pytest.fixture
@@ -147,6 +151,24 @@ def test_a_file_or_a_link_is_no_work_folder(work: WorkFolder, foreign: Path) -> 
         ".run-link",
         ".run-notes.txt",
     ]
+
+
+def test_the_folder_of_a_run_that_the_store_does_not_know_stays_for_a_week(
+    database: Database, work: WorkFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = work.path.stat().st_mtime
+
+    sweep(database, work.path.parent, "m", now=made + KEPT_S - 1)
+    assert work.path.is_dir()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WorkFolder, "remove", Mock(side_effect=PermissionError("of root")))
+        with capture_logs() as logs:
+            sweep(database, work.path.parent, "m", now=made + KEPT_S)
+    assert [one["event"] for one in logs] == ["work_folder_kept"]
+
+    sweep(database, work.path.parent, "m", now=made + KEPT_S)
+    assert not work.path.exists()
 
 
 def test_a_link_is_not_followed_when_it_is_removed(tmp_path: Path, foreign: Path) -> None:

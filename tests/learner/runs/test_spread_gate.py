@@ -105,7 +105,8 @@ def test_answers_that_do_not_count_have_no_part_in_the_gate() -> None:
     found = rewarded(checked("g", 1.0, 1.0, 1.0, 0.0, gate=True), scores=group.scores)
     told = replace(group, rewarded=found)
     gate = spread_gate(told, measured(0.05), counted=counted)
-    assert gate.noise_sd == 0.05, "the answer that fails the gate is not trained on"
+    assert gate.noise_sd == pytest.approx(0.4 * 0.05), "the gate squeezed the rewards of all"
+    assert gate.least == gate.rest
 
 
 def test_a_group_within_the_noise_is_dropped_with_its_gate() -> None:
@@ -185,8 +186,8 @@ def rewarded(*found: Checked, scores: Sequence[float] = (0.4, 0.6)) -> Rewarded:
         (rewarded(checked("v", 1.0, 1.0, weight=3.0)), 0.25),
         (rewarded(checked("v", 1.0, 0.0)), 0.5),
         (rewarded(checked("g", 1.0, 1.0, gate=True)), 1.0),
-        (rewarded(checked("g", 1.0, 0.5, gate=True)), 0.0),
-        (rewarded(checked("g", 1.0, 0.5, gate=True, weight=0.0)), 0.0),
+        (rewarded(checked("g", 1.0, 0.5, gate=True)), 0.4),
+        (rewarded(checked("g", 1.0, 0.5, gate=True, weight=0.0)), 0.4),
         (rewarded(checked("g", 0.0, 0.0, gate=True), checked("v", 1.0, 0.0)), 0.5),
         (Rewarded(rewards=(0.1, 0.2), independent=(0.5, 0.5), rule={"verifiers": [{}]}), 1.0),
     ],
@@ -198,9 +199,10 @@ def test_the_noise_in_a_reward_is_that_of_the_judges_part(
 ) -> None:
     group = replace(make_scored_group([0.4, 0.6]), rewarded=found)
 
-    assert judge_share(found) == share
+    assert judge_share(found) == (share, share == 0.4)
     gate = spread_gate(group, measured(0.2))
-    assert gate.least == pytest.approx(share * 0.2 * 1.3859 or 0.02, rel=1e-4)
+    assert gate.rest == pytest.approx(share * 0.2 * 1.3859, rel=1e-4)
+    assert gate.least == (0.02 if share == 0.4 else gate.rest)
 
 
 def test_what_a_gate_or_a_verifier_tells_apart_is_learned_from() -> None:

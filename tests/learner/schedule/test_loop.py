@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from learner.command import NO_ROOM_FLAG
+from learner.command import NO_ROOM_FLAG, STOPPED
 from learner.progress.watch import Missing, write_missing
 from learner.resume import CLAIMED, WorkFolder
 from learner.runs.runs import open_run
@@ -236,6 +236,22 @@ def test_a_run_that_trains_ends_what_was_found_lacking(
 
     said = "the learner found at its start: learner.device: it cannot be used"
     assert found == [[said], []]
+
+
+@pytest.mark.usefixtures("two_groups")
+@pytest.mark.parametrize("flag", [DUE_FLAG, REQUESTED_FLAG])
+def test_a_run_that_was_stopped_before_it_claimed_groups_starts_again(
+    world: MakeWorld, flag: str
+) -> None:
+    here = world(schedule="cron")
+    here.flag(flag, "1")
+    assert here.poll() == "start"
+    here.children[0].code = STOPPED
+    assert here.poll() == "start"
+
+    here.schedule.stop()
+
+    assert world(schedule="cron").poll() == "start", "after a restart"
 
 
 @pytest.mark.usefixtures("two_groups")
