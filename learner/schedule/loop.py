@@ -279,7 +279,7 @@ class Schedule:
                 self._start(decision)
             if decision.spent and seen.due and not self._by_groups:
                 with self._database.write(alone=False) as session:
-                    self._note_due(session, "0")
+                    self._flag(session, DUE_FLAG, "0")
             self._tell(decision)
         except (StoreError, ParentError) as error:
             log.warning("learn_waits", kind="store", why=str(error))
@@ -296,11 +296,8 @@ class Schedule:
             self._child.stop()
             self._reap(stopped=True)
 
-    def _note_due(self, session: Session, value: str) -> None:
-        set_flag(session, flag_of(DUE_FLAG, self.line.name), value, now=self._clock())
-
-    def _request(self, session: Session, value: str) -> None:
-        set_flag(session, flag_of(REQUESTED_FLAG, self.line.name), value, now=self._clock())
+    def _flag(self, session: Session, flag: str, value: str) -> None:
+        set_flag(session, flag_of(flag, self.line.name), value, now=self._clock())
 
     def _come_round(self) -> None:
         """Mark a run as due when a scheduled time has come, and store when the next one does. Times
@@ -311,7 +308,7 @@ class Schedule:
         if turns is None:
             if row is not None:
                 with self._database.write(alone=False) as session:
-                    self._note_due(session, "0")
+                    self._flag(session, DUE_FLAG, "0")
                     session.delete(row)
             return
         last = row.next_run_time if row is not None and turns.go_on_from(row, now) else None
@@ -322,7 +319,7 @@ class Schedule:
             state = turns.state
             session.merge(ScheduleJobRow(id=model, next_run_time=following, job_state=state))
             if last is not None:
-                self._note_due(session, "1")
+                self._flag(session, DUE_FLAG, "1")
         if last is None:
             if row is not None:
                 log.warning("schedule_row_replaced", job=model, was=row.job_state)
@@ -346,7 +343,7 @@ class Schedule:
     def _start(self, decision: Decision) -> None:
         run_id = uuid.uuid4().hex
         with self._database.write() as session:
-            self._request(session, "0")
+            self._flag(session, REQUESTED_FLAG, "0")
         self._child, self._run_id = self._launch(run_id), run_id
         log.info("run_launched", run_id=run_id, why=decision.why)
 
@@ -372,10 +369,10 @@ class Schedule:
             hold.begin(code, now=self._clock(), no_room=why)
             again = self._of_turn and hold.tries_again(goes_on=goes_on)
             if again:
-                self._note_due(session, "1")
+                self._flag(session, DUE_FLAG, "1")
             stopped = code == STOPPED or (stopped and code < 0)
             if self._requested and stopped and not goes_on:
-                self._request(session, "1")
+                self._flag(session, REQUESTED_FLAG, "1")
         self._child, self._hold = None, hold
         log.info("run_ended", run_id=self._run_id, exit_code=code, held_s=hold.wait_s)
 

@@ -215,6 +215,7 @@ def _betweens(kind: Any) -> Iterator[Between]:
                 ("0 3 * *", "has 4 fields instead of 5; give five fields: minute, hour, day, mont"),
                 ("61 3 * * *", "'61 3 * * *': Bad minute; give five"),
                 ("* * * * nosuchday", "'* * * * nosuchday': Bad day-of-week; give five"),
+                ("0 0 31 2 *", "'0 0 31 2 *': Bad day-of-month; give five"),
                 ("0 0 */30 2 1#5", "names a day that never comes"),
             )
         ),

@@ -78,6 +78,7 @@ def test_a_time_comes_once_when_the_clock_is_changed_and_hourly_ones_go_by_it(
         ("0 3 * * 5-1", "Bad day-of-week"),
         ("*/0 3 * * *", "Bad minute"),
         ("0 3 * * nosuchday", "Bad day-of-week"),
+        ("0 3 ? * 1", "Bad day-of-month"),
         ("0 3 ²  * *", "Bad day-of-month"),
         ("0 0 31 2 *", "Bad day-of-month"),
         ("0 0 */30 2 1#5", "names a day that never comes"),
@@ -101,6 +102,13 @@ def test_the_next_times_are_those_of_the_zone() -> None:
         "Mon 03:00 -0500",
         "Tue 03:00 -0500",
     ]
+
+
+def test_a_29_february_that_is_a_sunday_is_found() -> None:
+    """`*/8` leaves weekday 0 alone, and begins with `*`: both days are asked for."""
+    found = times("0 0 29 2 */8", MONDAY, datetime(2070, 1, 1, tzinfo=UTC))
+
+    assert [at.year for at in found] == [2032, 2060]
 
 
 def test_a_time_in_an_hour_that_is_repeated_lies_after_the_moment_asked_for() -> None:
