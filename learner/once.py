@@ -146,10 +146,7 @@ def with_pack_tokens(settings: Settings, database: Database, *, now: float) -> S
     try:
         device = open_device(settings.learner.device)
         found = reach(
-            settings.serving.base_model_path,
-            settings.learner,
-            device,
-            answers=settings.groups.size,
+            settings.serving.base_model_path, settings.learner, device, answers=settings.groups.size
         )
     except DeviceError:  # the run's own error; at the learner's start `learner.ready` tells it
         found = None

@@ -165,9 +165,7 @@ def _adapter(session: Session, model: str, reference: str) -> AdapterRow:
     number = reference.removeprefix("v")
     version = int(number) if number.isdecimal() and len(number) < 10 else -1
     named = or_(
-        AdapterRow.run_id == reference,
-        AdapterRow.name == reference,
-        AdapterRow.version == version,
+        AdapterRow.run_id == reference, AdapterRow.name == reference, AdapterRow.version == version
     )
     row = session.scalar(select(AdapterRow).where(AdapterRow.model == model, named).limit(1))
     if row is not None:

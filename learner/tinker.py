@@ -21,15 +21,15 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import shutil
 import tarfile
 import tempfile
-import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -51,6 +51,7 @@ from learner.grpo import chance, checks, optimizer, trainer
 from learner.grpo.answers import Judged
 from learner.grpo.checkpoint import Snapshot, draw_curves
 from learner.grpo.losses import Objective, objective, tokens_of
+from learner.patience import in_thread
 from learner.policy.adapter_io import ADAPTER, SEED, load_shapes, take_adapter
 from learner.policy.packing import pack_rows
 from learner.records import (
@@ -339,16 +340,7 @@ class TinkerServer:
 
         refused: what to raise where the server says no to this very request.
         """
-        future: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(work())
-            except BaseException as error:  # noqa: BLE001  raised below, in the run's thread
-                future.set_exception(error)
-
-        threading.Thread(target=run, daemon=True).start()
-        limit_s, began = ranks.TIMEOUT_S, time.monotonic()
+        future, limit_s, began = in_thread(work), ranks.TIMEOUT_S, time.monotonic()
         what = f"the Tinker server at {self._url} failed at {doing}"
         while not wait([future], POLL_S).done:
             self._job.check_stop()
@@ -383,10 +375,19 @@ class TinkerLora:
 
     def forward(self, data: Sequence[Datum]) -> list[list[float]]:
         sent, ask = self._sent(data), self._client.forward
-        found = self._server.call(
-            "a forward pass", lambda: ask(sent, "importance_sampling").result(), FaultyGroupsError
-        )
-        return [[float(nats) for nats in one["logprobs"].data] for one in found.loss_fn_outputs]
+
+        def whole() -> list[list[float]]:
+            found = ask(sent, "importance_sampling").result().loss_fn_outputs
+            values = [[float(nats) for nats in one["logprobs"].data] for one in found]
+            if [*map(len, values)] != [len(one["tokens"]) for one in data]:
+                raise ValueError("it has other log-probabilities than were asked for")
+            if not all(math.isfinite(nats) for of in values for nats in of):
+                raise ValueError(
+                    "a log-probability is no finite number; lower learner.learning_rate"
+                )
+            return values
+
+        return self._server.call("a forward pass", whole, FaultyGroupsError)
 
     def step(self, data: Sequence[Datum], rate: float) -> Mapping[str, float]:
         sent, (beta1, beta2) = self._sent(data), optimizer.BETAS
@@ -398,13 +399,14 @@ class TinkerLora:
             grad_clip_norm=optimizer.MAX_GRAD_NORM,
         )
 
-        def both() -> Any:  # Any: an optional package
+        def both() -> dict[str, float]:
             gradient = self._client.forward_backward(sent, "importance_sampling")
             stepped = self._client.optim_step(adam)
             gradient.result()
-            return stepped.result().metrics
+            metrics = stepped.result().metrics or {}
+            return {name: float(value) for name, value in metrics.items()}
 
-        return dict(self._server.call("a step", both, FaultyGroupsError) or {})
+        return self._server.call("a step", both, FaultyGroupsError)
 
     def save(self, folder: Path) -> str:
         name, client = uuid.uuid4().hex, self._client
@@ -420,7 +422,8 @@ class TinkerLora:
         with tempfile.TemporaryFile(dir=folder) as file:
             with httpx.stream("GET", url, timeout=60.0) as reply:
                 for part in reply.raise_for_status().iter_bytes():
-                    file.write(part)
+                    if file.write(part) and file.tell() > 2 * MAX_FILE_BYTES:
+                        raise ValueError(f"the archive has more than {2 * MAX_FILE_BYTES} bytes")
             file.seek(0)
             with tarfile.open(fileobj=file) as archive:
                 unpack(archive, folder)

@@ -274,11 +274,7 @@ def sample_size(groups: Sequence[TrainingGroup]) -> float | None:
     return sum(ratios) ** 2 / (len(ratios) * math.fsum(one**2 for one in ratios))
 
 
-def _look_at(
-    row: TrainableRow,
-    values: Sequence[float] | Fault,
-    masked_by: str | None,
-) -> _Verdict:
+def _look_at(row: TrainableRow, values: Sequence[float] | Fault, masked_by: str | None) -> _Verdict:
     if isinstance(values, Fault):
         return _Verdict(reason=values.reason, text=values.text)
     if not row.recorded:

@@ -34,8 +34,9 @@ from sidecar.visible import counted
 BY_CHANCE = "by_chance"
 """Reason of groups of sessions whose rewards say no more than chance."""
 LEAST = 1.0
-"""Exceeded, to either side, by a third of the runs whose rewards mean nothing. At 1.28, a fifth of
-them, a site of 26 sessions a night gains 0.20 in place of 0.28 (`make bench BENCH=tasks`)."""
+"""Exceeded, to either side, by a third of the runs whose rewards mean nothing, by a half where they
+have two groups of two sessions. At 1.28, a fifth of them, a site of 26 sessions a night gains 0.20
+in place of 0.28 (`make bench BENCH=tasks`)."""
 LEAST_STEPS = 3
 """Of a run with sessions: two thirds of them are compared. With two steps a half is, and one user
 with nine tenths of the sessions of a small site took 0.10 of its gain in place of 0.05."""
@@ -44,7 +45,7 @@ MOST = 3.0
 DECAY = 0.8
 """Weight of a run in the one after it: about five runs count."""
 MOST_RUNS = 16
-"""Earlier runs that are read; the weight of the next one would be 0.03."""
+"""Earlier runs that are read; the weight of the next one would be 0.02."""
 
 
 def number_of_steps(answers: int, sessions: int, per_step: int) -> int:

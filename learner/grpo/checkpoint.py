@@ -84,10 +84,7 @@ class Snapshot:
     """None: no step is done."""
 
     def after_step(
-        self,
-        parameters: Mapping[str, Parameter],
-        moments: Moments,
-        metrics: StepMetrics,
+        self, parameters: Mapping[str, Parameter], moments: Moments, metrics: StepMetrics
     ) -> Snapshot:
         """Return the run after another step. The parameters are not copied: write it at once."""
         done = (*self.metrics, metrics)
@@ -124,11 +121,7 @@ def resumed(job: TrainingJob, parameters: Mapping[str, Parameter]) -> Snapshot |
         return None
     if one.weights is not None:
         set_weights(parameters, one.weights)
-    log.info(
-        "run_goes_on",
-        steps_done=len(one.metrics),
-        groups=len(one.checked.groups),
-    )
+    log.info("run_goes_on", steps_done=len(one.metrics), groups=len(one.checked.groups))
     return one
 
 

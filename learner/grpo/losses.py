@@ -264,11 +264,7 @@ class Objective:
             told = (r_N.sum(), found.cut_N.sum(), kl_N.sum(), moved_N.abs().sum())
             r, cut, kl, drift = torch.stack(told).tolist()  # a card is waited for once
         return PackSums(
-            loss=(weights_N * found.loss_N).sum(),
-            ratio=r,
-            clipped=int(cut),
-            kl=kl,
-            drift=drift,
+            loss=(weights_N * found.loss_N).sum(), ratio=r, clipped=int(cut), kl=kl, drift=drift
         )
 
 

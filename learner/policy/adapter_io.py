@@ -67,6 +67,8 @@ _SHAPES = re.compile(
     r"size mismatch for (\S+): .*?torch\.Size\((\[.*?\])\).*?torch\.Size\((\[.*?\])\)"
 )
 """In torch's text, for each tensor of another shape."""
+KINDS = frozenset({torch.float32, torch.bfloat16, torch.float16})
+"""Of the matrices that another trainer gives."""
 SAMPLER = "sampler"
 """Name in peft of another adapter, while the answers that it sampled are checked."""
 _TABLES = (dict, torch.nn.ModuleDict, torch.nn.ParameterDict, BufferDict)
@@ -159,9 +161,12 @@ def take_adapter(model: Any, given: Path, folder: Path) -> None:  # Any: as abov
     with _loading(f"the adapter in {given}", "it is not what learner.rank and the base ask for"):
         alpha = _read_object("the adapter", given / CONFIG).get("lora_alpha")
         if alpha != config.lora_alpha:
-            raise ParentError(f"its lora_alpha is {alpha}; learner.alpha is {config.lora_alpha}")
+            raise ParentError(f"its lora_alpha is {alpha!r}; learner.alpha is {config.lora_alpha}")
+        weights = load_file(given / WEIGHTS)
+        if not {one.dtype for one in weights.values()} <= KINDS:
+            raise ParentError("its matrices are of another kind than bf16, fp16 and fp32")
         # It says which shapes are wrong.
-        set_peft_model_state_dict(model, load_file(given / WEIGHTS))
+        set_peft_model_state_dict(model, weights)
     shutil.copyfile(given / WEIGHTS, folder / WEIGHTS)
     config.inference_mode = True
     config.save_pretrained(str(folder))

@@ -1,7 +1,7 @@
 """Send a run and its steps to TensorBoard, MLflow or Weights & Biases; draw them.
 
 The packages are no dependency, and are imported when a run is opened. A tracker that is not
-installed, or fails, is said once in the log and costs its curves only: the store has them too. The
+installed, fails or hangs is said once in the log and costs its curves only: the store has them. The
 tracker's run is opened at the first step, or when the steps go on after those of a process that
 ended. Its end is told when the run itself has ended: after the publication, or when its row says
 how it failed.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -26,6 +27,7 @@ from sqlalchemy.orm import Session
 from learner.errors import NothingToLearnError, RunStoppedError
 from learner.explain import one_line
 from learner.origin import code_version, library_versions
+from learner.patience import in_thread
 from learner.progress.watch import Keeper, Progress, RunWatch, StoredRun, how_ended
 from learner.records import End, Parent, StepMetrics, Watch
 from sidecar.errors import StoreError
@@ -213,6 +215,8 @@ TRACKERS: dict[str, Callable[[str, Opening], Tracker]] = {
 log = structlog.get_logger()
 
 PREFIX = "learner/"
+SEND_S = 30.0
+"""Longest time of one call of a tracker, whose library may repeat a request for an hour."""
 
 
 class ExportedRun:
@@ -272,7 +276,10 @@ class ExportedRun:
         if self._failed:
             return
         try:
-            act()
+            sent = in_thread(act)
+            if not wait([sent], SEND_S).done:
+                raise TimeoutError(f"it did not answer within {SEND_S:g} s")
+            sent.result()
         except (Exception, SystemExit) as error:  # noqa: BLE001  a tracker's library raises what it likes
             self._failed = True
             if not said:
@@ -297,10 +304,7 @@ def why_no_export(setting: str) -> str:
 
 
 def exported_run(
-    setting: str,
-    run_id: str,
-    *,
-    facts: Callable[[], Mapping[str, Fact]] = dict,
+    setting: str, run_id: str, *, facts: Callable[[], Mapping[str, Fact]] = dict
 ) -> ExportedRun | None:
     """Return the export that `learner.export` names; None when it names none, or cannot (logged).
 
@@ -398,9 +402,7 @@ class Observed:
         self._run_id, self._holds = run_id, holds
         keepers: list[Keeper] = [StoredRun(self._database, run_id, clock=self._clock, holds=holds)]
         exported = exported_run(
-            self._settings.learner.export,
-            run_id,
-            facts=lambda: facts_of(self._settings, parent),
+            self._settings.learner.export, run_id, facts=lambda: facts_of(self._settings, parent)
         )
         if exported is not None:
             keepers.append(exported)

@@ -27,11 +27,7 @@ from sidecar.store.models import RunRow, RunStepRow
 
 # How much of a run is done, and how long the rest will take. Pure.
 
-COST: dict[StageName, float] = {
-    "checking": 1.0,
-    "anchoring": 1.0,
-    "training": 3.0,
-}
+COST: dict[StageName, float] = {"checking": 1.0, "anchoring": 1.0, "training": 3.0}
 """Work of a token. A backward pass takes twice the operations of a forward pass (Kaplan et al.,
 arXiv:2001.08361, section 2.1). It only matters until the stage's own speed is measured."""
 

@@ -145,10 +145,7 @@ continuing from {lineage["parent"]["name"]}.
 
 
 def _describe(
-    scored: ScoredGroup,
-    checked: CheckedAnswers,
-    gate: SpreadGate | None,
-    reference: float | None,
+    scored: ScoredGroup, checked: CheckedAnswers, gate: SpreadGate | None, reference: float | None
 ) -> dict[str, Any]:
     return {
         "group_id": scored.group.group_id,

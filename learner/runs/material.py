@@ -237,7 +237,9 @@ def gather_again(
     try:
         claimed = msgspec.convert(stored, Claimed)
         noise = noise_of_json(began["noise"]) if began is not None else None
-        before = began["fingerprint"] if began is not None else _settings_of(dead)
+        before = _settings_of(dead)
+        if began is not None:
+            before = msgspec.convert(began["fingerprint"], dict[str, Any])
     except (msgspec.MsgspecError, LookupError, TypeError) as error:
         raise NotResumedError(f"what it had written is damaged: {error}") from error
     material = gather(database, settings, dead.run_id, claimed, parent, noise)

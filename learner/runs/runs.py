@@ -3,9 +3,9 @@
 The lines of adapters of a model share its device, so a living run of another line counts too.
 
 Functions work in the caller's write transaction unless they take the database. A run is dead when
-its process is gone or gave the lease back, or when it had no heartbeat for `LEASE_S` and its
-process cannot be looked up from here. The next start takes a dead run over and goes on with it, if
-it left a work folder; else it ends the run and gives the groups back.
+its process is gone or gave the lease back, or when it had no heartbeat for `LEASE_S`: a process
+that stands still loses its run. The next start takes a dead run over and goes on with it, if it
+left a work folder; else it ends the run and gives the groups back.
 """
 
 from __future__ import annotations
@@ -142,7 +142,9 @@ def take_over(
         if taken is not None or folder.read(CLAIMED) is None:
             end_dead(session, row, _why_dead(row), now=now)
             continue
-        deaths = [*(row.deaths or []), asdict(_death(row, folder, now))]
+        earlier = row.deaths if isinstance(row.deaths, list) else []
+        deaths = [one for one in earlier if isinstance(one, dict)]
+        deaths.append(asdict(_death(row, folder, now)))
         if (why := why_not_again(deaths)) is not None:
             end_dead(session, row, why, now=now, times=ATTEMPTS)
             continue
@@ -271,7 +273,7 @@ def end_run(
     signal: float | None = None,
     token: str | None = None,
 ) -> None:
-    """Move a run from `running` to its final status.
+    """Move a run from `running` to its final status. Groups that it still has are given back.
 
     signal: z of its sessions (`learner.grpo.chance`). token: of the process that ran it.
     Raises: RunStoppedError when the run is no longer running, or another process goes on with it.
@@ -286,6 +288,7 @@ def end_run(
     row.metrics = metrics or []
     row.adapter = adapter
     row.signal = signal
+    give_back(session, run_id)
 
 
 def earlier_signals(session: Session, model: str) -> tuple[float, ...]:

@@ -44,7 +44,7 @@ from sidecar.settings import Learner
 # The spread that a group's rewards must have: more than the judge's noise would make of it. Pure.
 
 PASSING = 0.05
-"""Share of the groups of pure noise that pass, at most."""
+"""Share of the groups of pure noise that pass; 0.085 of over ten answers, many of equal score."""
 Noise = Mapping[JudgedBy, MeasuredNoise]
 """Who scored -> the measured noise of such scores."""
 SURE_SPREAD = 0.005
@@ -75,10 +75,7 @@ class SpreadGate:
 
 
 def spread_gate(
-    scored: ScoredGroup,
-    noise: Noise,
-    *,
-    counted: Sequence[bool] | None = None,
+    scored: ScoredGroup, noise: Noise, *, counted: Sequence[bool] | None = None
 ) -> SpreadGate:
     """Return the least spread of a group: by the judge's noise where it is measured, else
     `MIN_SPREAD`. A judge that uses a tenth of the scale, and is sure of it, tells as much.
@@ -236,10 +233,7 @@ def select_by(
 ) -> Selection:
     """Select as a run with these settings does: a run and its replay must select alike."""
     return select_groups(
-        scored_groups,
-        pack_tokens=learner.pack_tokens,
-        noise=noise,
-        advantage=learner.advantage,
+        scored_groups, pack_tokens=learner.pack_tokens, noise=noise, advantage=learner.advantage
     )
 
 

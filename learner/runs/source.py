@@ -399,12 +399,7 @@ TRIED_AGAIN = ("out_of_memory",)
 
 
 def choose(
-    fresh: Sequence[str],
-    failures: Mapping[str, int],
-    *,
-    least: int,
-    most: int,
-    after_failure: bool,
+    fresh: Sequence[str], failures: Mapping[str, int], *, least: int, most: int, after_failure: bool
 ) -> tuple[list[str], list[str]]:
     """Choose the groups of a run.
 

@@ -176,7 +176,9 @@ class Worker:
             )
 
     def launch(self, run_id: str, project: str | None = None) -> Worker:
-        """Ask for a run. project: whose line of adapters it trains; None: the default line."""
+        """Ask for a run. project: whose line of adapters it trains; None: the default line.
+
+        Raises: OSError when no process can be started."""
         code = self._process.poll() if self._process is not None else STOPPED
         if code not in (None, self._code, STOPPED, RENEW):
             log.warning("worker_died_idle", exit_code=code)
@@ -257,14 +259,14 @@ class Schedule:
         """Record the end of the child process, if it has ended and the store can be written."""
         try:
             self._reap()
-        except StoreError as error:  # `poll` tries again
-            log.warning("learn_waits", kind="store", why=str(error))
+        except (StoreError, OSError) as error:  # `poll` tries again
+            _waits(error)
 
     def poll(self, elsewhere: bool = False) -> Decision | None:
         """Poll the child process, then start a run if one is due.
 
         elsewhere: a run of another line has the device.
-        Returns: the decision; None while the store is unreachable.
+        Returns: the decision; None while the store is unreachable or no process can be started.
         """
         try:
             self._come_round()
@@ -281,8 +283,8 @@ class Schedule:
                 with self._database.write(alone=False) as session:
                     self._flag(session, DUE_FLAG, "0")
             self._tell(decision)
-        except (StoreError, ParentError) as error:
-            log.warning("learn_waits", kind="store", why=str(error))
+        except (StoreError, OSError) as error:  # what was due or asked for still is
+            _waits(error)
             return None
         if self._logged is None or decision.kind != self._logged.kind:
             event = "learn_waits" if not decision.start else "learn_starts"
@@ -342,9 +344,9 @@ class Schedule:
 
     def _start(self, decision: Decision) -> None:
         run_id = uuid.uuid4().hex
+        self._child, self._run_id = self._launch(run_id), run_id
         with self._database.write() as session:
             self._flag(session, REQUESTED_FLAG, "0")
-        self._child, self._run_id = self._launch(run_id), run_id
         log.info("run_launched", run_id=run_id, why=decision.why)
 
     def _reap(self, *, stopped: bool = False) -> None:
@@ -414,6 +416,11 @@ class Schedule:
             users_per_minute=self._users.per_minute,
             unfinished=unfinished(session, model, now),
         )
+
+
+def _waits(error: StoreError | OSError) -> None:
+    of_store = isinstance(error, StoreError | ParentError)
+    log.warning("learn_waits", kind="store" if of_store else "process", why=str(error))
 
 
 class InTurn:

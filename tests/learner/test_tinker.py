@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import sys
 import tarfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from peft import get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 
+from learner import tinker
 from learner.adapter_folder import CARD, CONFIG, CURVES, LINEAGE, WEIGHTS
 from learner.errors import (
     FaultyGroupsError,
@@ -36,6 +40,7 @@ from learner.runs.train import Run
 from learner.tinker import (
     STATE,
     Datum,
+    TinkerLora,
     TinkerServer,
     TinkerTrainer,
     datum,
@@ -344,20 +349,29 @@ def test_sessions_whose_rewards_say_no_more_than_chance_have_no_part_in_the_adap
     assert all(torch.equal(here[name], there[name]) for name in here)
 
 
+@pytest.mark.parametrize(
+    ("alpha", "kind", "why"),
+    [
+        ("8", torch.float32, r"its lora_alpha is '8'; learner\.alpha is 8"),
+        (8, torch.float64, "its matrices are of another kind than bf16"),
+    ],
+)
 def test_an_adapter_of_another_shape_is_refused(
-    job: TrainingJob, monkeypatch: pytest.MonkeyPatch
+    alpha: object, kind: torch.dtype, why: str, job: TrainingJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save = PeftLora.save
 
     def other(self: PeftLora, folder: Path) -> str:
         state = save(self, folder)
         config = json.loads((folder / CONFIG).read_text())
-        (folder / CONFIG).write_text(json.dumps({**config, "lora_alpha": 16}))
+        (folder / CONFIG).write_text(json.dumps({**config, "lora_alpha": alpha}))
+        weights = load_file(folder / WEIGHTS)
+        save_file({name: one.to(kind) for name, one in weights.items()}, folder / WEIGHTS)
         return state
 
     monkeypatch.setattr(PeftLora, "save", other)
 
-    with pytest.raises(ParentError, match=r"its lora_alpha is 16; learner\.alpha is 8"):
+    with pytest.raises(ParentError, match=why):
         TinkerTrainer(opening([])).train(job)
 
 
@@ -441,6 +455,59 @@ def test_what_a_server_refuses_may_be_the_groups_fault_and_nothing_else_is(
     with pytest.raises(kind, match="failed at a step") as raised:
         server.call("a step", fail, FaultyGroupsError)
     assert type(raised.value) is kind
+
+
+def replies(*rows: list[float]) -> SimpleNamespace:
+    return SimpleNamespace(
+        loss_fn_outputs=[{"logprobs": SimpleNamespace(data=one)} for one in rows], metrics=[1.0]
+    )
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        replies([-1.0, -2.0]),
+        replies(),
+        replies([-1.0, -2.0], [-1.0]),
+        replies([-1.0, -2.0], [-1.0, float("nan")]),
+        SimpleNamespace(loss_fn_outputs=[{}, {}], metrics={"grad_norm": "big"}),
+        SimpleNamespace(),
+    ],
+)
+def test_nonsense_of_a_server_is_no_groups_fault(
+    reply: SimpleNamespace, job: TrainingJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served(monkeypatch, lambda **_: SimpleNamespace())
+    server = TinkerServer(asking(job))
+    server.sdk.types.AdamParams = SimpleNamespace
+    monkeypatch.setattr(TinkerLora, "_sent", lambda self, data: data)
+    future = SimpleNamespace(result=lambda: reply)
+    calls = ("forward", "forward_backward", "optim_step")
+    lora = TinkerLora(server, SimpleNamespace(**dict.fromkeys(calls, lambda *_: future)))
+
+    with pytest.raises(TinkerServerError, match="failed at a forward pass"):
+        lora.forward([{"tokens": [1, 2]}, {"tokens": [3, 4]}])
+    with pytest.raises(TinkerServerError, match="failed at a step"):
+        lora.step([{"tokens": [1, 2]}], 0.1)
+
+
+def test_an_archive_is_read_up_to_a_size(
+    job: TrainingJob, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    served(monkeypatch, lambda **_: SimpleNamespace(create_rest_client=lambda: rest))
+    monkeypatch.setattr(tinker, "MAX_FILE_BYTES", 8)
+    reply = SimpleNamespace(iter_bytes=lambda: itertools.repeat(b"x" * 6, 4))
+    reply.raise_for_status = lambda: reply
+    monkeypatch.setattr(httpx, "stream", lambda *_, **__: nullcontext(reply))
+
+    def told(**said: str) -> Callable[..., SimpleNamespace]:
+        return lambda *_: SimpleNamespace(result=lambda: SimpleNamespace(**said))
+
+    rest = SimpleNamespace(get_checkpoint_archive_url=told(url="http://127.0.0.1:1"))
+    client = SimpleNamespace(save_weights_for_sampler=told(path="tinker://run/weights/x"))
+
+    with pytest.raises(TinkerServerError, match="the archive has more than 16 bytes"):
+        TinkerLora(TinkerServer(asking(job)), client).save(tmp_path)
 
 
 def test_a_server_of_ones_own_needs_no_key(

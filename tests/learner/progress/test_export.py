@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
@@ -101,6 +102,26 @@ def test_a_tracker_that_fails_is_said_once_and_told_the_end_all_the_same() -> No
     assert [one["event"] for one in logs] == ["export_failed"]
     assert "the server is away" in logs[0]["error"]
     assert [one.closed for one in opened] == [[("failed", "")]]
+
+
+def test_a_tracker_that_hangs_costs_its_curves_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export, "SEND_S", 0.01)
+    free = threading.Event()
+
+    class Hangs(Kept):
+        def write(self, step: int, figures: Mapping[str, float]) -> None:
+            free.wait(60)
+
+        def close(self, how: End | None, adapter: str) -> None:
+            free.wait(60)
+
+    run = ExportedRun(Hangs, "r1")
+    with capture_logs() as logs:
+        run.keep_step(a_step(1))
+        run.end("ok", "m--v1")
+    free.set()
+
+    assert [one["error"] for one in logs] == ["it did not answer within 0.01 s"]
 
 
 def test_facts_are_settings_parent_base_and_versions_and_nothing_of_the_environment(

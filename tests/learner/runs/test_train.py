@@ -509,6 +509,48 @@ def test_a_disk_that_is_full_behind_a_step_leaves_the_run_to_be_resumed(
 
 
 @pytest.mark.usefixtures("two_groups")
+@pytest.mark.parametrize(
+    ("name", "text", "goes_on"),
+    [
+        ("run.json", '{"noise": [], "fingerprint": null}', False),
+        ("run.json", '{"noise": [], "fingerprint": [1]}', False),
+        ("run.json", '{"noise": [], "fingerprint": {"settings": 1}}', False),
+        (CLAIMED, '{"fresh": 1}', False),
+        (CLAIMED, '{"group_ids": ["a"], "fresh": 1, "unclaimed": {}}', True),
+    ],
+)
+def test_a_damaged_work_folder_leaves_no_group_behind(
+    name: str,
+    text: str,
+    goes_on: bool,
+    new_run: NewRun,
+    database: Database,
+    settings: Settings,
+    fake_trainer: FakeTrainer,
+    put_group: PutGroup,
+) -> None:
+    run = new_run("r1", min_groups=1)
+    fake_trainer.on_train = lambda job: run.stop()
+    with pytest.raises(RunStoppedError):
+        run.start()
+    fake_trainer.on_train = lambda job: None
+    work = WorkFolder(settings.learner.adapters_dir, "r1").path
+    (work / name).write_text(text)
+    if goes_on:
+        (work / "run.json").unlink()
+    with database.write() as session:
+        session.get_one(RunRow, "r1").deaths = [1]
+
+    after = new_run("r2", min_groups=1)
+    after.start()
+
+    assert after.run_id == ("r1" if goes_on else "r2")
+    assert len(run_row(database).deaths or []) == goes_on
+    left = {"b": ("scored", None)} if goes_on else {"b": ("trained", None)}
+    assert group_outcomes(database) == {"a": ("trained", None), **left}
+
+
+@pytest.mark.usefixtures("two_groups")
 def test_a_run_that_waits_for_the_store_can_be_stopped(
     new_run: NewRun, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,15 @@ from learner.progress.watch import Missing, write_missing
 from learner.resume import CLAIMED, WorkFolder
 from learner.runs.runs import open_run
 from learner.schedule import loop as schedule_module
-from learner.schedule.loop import DUE_FLAG, PAUSED_FLAG, REQUESTED_FLAG, TRIES, Schedule, Worker
+from learner.schedule.loop import (
+    DUE_FLAG,
+    PAUSED_FLAG,
+    REQUESTED_FLAG,
+    TRIES,
+    InTurn,
+    Schedule,
+    Worker,
+)
 from sidecar.conditions import read, read_all
 from sidecar.settings import Settings
 from sidecar.store.database import Database, count, set_flag
@@ -427,6 +435,28 @@ def test_a_store_that_is_away_is_waited_for(world: MakeWorld, database: Database
         assert here.schedule.poll() is None
 
     assert [entry["kind"] for entry in logs] == ["store"]
+
+
+def test_a_process_that_cannot_be_started_or_asked_loses_no_request(
+    world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = world(schedule="manual")
+    here.flag(REQUESTED_FLAG, "1")
+
+    def full(*_: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    with capture_logs() as logs:
+        with monkeypatch.context() as patch:
+            patch.setattr(here.schedule, "_launch", full)
+            assert here.schedule.poll() is None
+        assert here.poll() == "start"
+        with monkeypatch.context() as patch:
+            patch.setattr(here.children[0], "exit_code", full)
+            InTurn([here.schedule]).poll()
+
+    assert [entry["kind"] for entry in logs if "kind" in entry] == ["process"] * 3
+    assert here.poll() == "running"
 
 
 def test_a_child_is_asked_before_it_is_killed(
